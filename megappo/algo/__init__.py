@@ -1,0 +1,1 @@
+"""The maths of PPO and its relatives, as pure functions on packed batches. Must not import ray, megatron or the loop. To add an estimator or a loss: register it in `advantages` or `losses`; the contract tests run over the registries."""

@@ -1,0 +1,68 @@
+"""The stage types: RolloutBatch (sampled) -> Experience (ready for the loss), and TokenField (one computed field).
+
+Shapes: N packed tokens, B sequences. Entry t of a per-token field describes token t; entries off the mask are 0.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megappo.batch.fields import PackedBatch, per_sequence, per_token
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutBatch(PackedBatch):
+    """Sampled sequences: prompt and response tokens, and what the rollout engine said of them.
+
+    Example:
+        RolloutBatch(offsets=np.array([0, 3]), tokens=np.array([5, 6, 7], np.int32),
+                     response_mask=np.array([False, True, True]),
+                     rollout_log_probs=np.array([0, -0.1, -0.2], np.float32),
+                     sequence_ids=np.array([0]), group_ids=np.array([0]))
+    """
+
+    offsets: np.ndarray
+    """[B+1] int64."""
+    tokens: np.ndarray = per_token("int32", "token ids")
+    response_mask: np.ndarray = per_token("bool", "True on tokens the policy sampled, its end token included")
+    rollout_log_probs: np.ndarray = per_token("float32", "log-prob of each sampled token as the engine reported it")
+    sequence_ids: np.ndarray = per_sequence("int64", "id of the sequence, unique in a run")
+    group_ids: np.ndarray = per_sequence("int64", "id of the draw: all samples of one drawn prompt share it")
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenField(PackedBatch):
+    """One computed number per token, in the order of the batch it was computed from.
+
+    Example: TokenField(offsets=batch.offsets, values=log_probs, sequence_ids=batch.sequence_ids)
+    """
+
+    offsets: np.ndarray
+    """[B+1] int64."""
+    values: np.ndarray = per_token("float32", "the number; 0 off the response mask")
+    sequence_ids: np.ndarray = per_sequence("int64", "id of the sequence")
+
+
+@dataclass(kw_only=True, slots=True)
+class Experience(PackedBatch):
+    """Sequences with all that the losses need. `loss_mask` is the response mask after truncation and rejection.
+
+    Example: Experience(**shared_fields, old_log_probs=..., advantages=..., loss_mask=...)
+    """
+
+    offsets: np.ndarray
+    """[B+1] int64."""
+    tokens: np.ndarray = per_token("int32", "token ids")
+    response_mask: np.ndarray = per_token("bool", "True on tokens the policy sampled")
+    rollout_log_probs: np.ndarray = per_token("float32", "log-prob as the engine reported it")
+    sequence_ids: np.ndarray = per_sequence("int64", "id of the sequence")
+    group_ids: np.ndarray = per_sequence("int64", "id of the draw")
+    loss_mask: np.ndarray = per_token("bool", "True on tokens that take part in the loss")
+    advantages: np.ndarray = per_token("float32", "advantage before whitening")
+    old_log_probs: np.ndarray | None = per_token(
+        "float32", "log-prob before the update; absent: the detached log-prob of the update itself", optional=True
+    )
+    ref_log_probs: np.ndarray | None = per_token("float32", "log-prob under the reference policy", optional=True)
+    values: np.ndarray | None = per_token("float32", "critic value before the token", optional=True)
+    returns: np.ndarray | None = per_token("float32", "target of the critic", optional=True)
+    correction_weights: np.ndarray | None = per_token("float32", "importance weight of the rollout", optional=True)

@@ -1,0 +1,36 @@
+"""Devices, pools and which role runs where."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class DeviceKind(Enum):
+    """Back end of all training processes."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig:
+    """Device pools. A device is one GPU, or on CPU one process slot; roles of one pool share its devices."""
+
+    device: DeviceKind = DeviceKind.auto
+    """auto: cuda where torch sees a GPU, else cpu."""
+    pools: dict[str, int] = field(default_factory=lambda: {"main": 1})
+    """Pool name -> number of devices."""
+    actor: str = "main"
+    """Pool of the actor (and reference)."""
+    critic: str = "main"
+    rollout: str = "main"
+    reward: str = "main"
+    """Pool of reward-model workers; rule rewards run on CPUs."""
+    address: str | None = None
+    """Address of a running Ray cluster; None: start Ray on this machine."""
+    num_cpus: int | None = None
+    """CPUs that a Ray started here may hand out; None: as many as the roles need."""
+    start_timeout_s: float = 300.0
+    """Longest wait for devices and for workers to start."""
+    object_store_bytes: int = 256 * 1024**2
+    """Object store of a Ray started here."""

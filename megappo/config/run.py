@@ -1,0 +1,53 @@
+"""The whole run configuration."""
+
+from dataclasses import dataclass, field
+
+from megappo.config.algorithm import AlgorithmConfig
+from megappo.config.batching import BatchingConfig
+from megappo.config.cluster import ClusterConfig
+from megappo.config.data import DataConfig, RewardConfig
+from megappo.config.model import ModelConfig
+from megappo.config.optim import OptimConfig
+from megappo.config.parallelism import ParallelismConfig
+from megappo.config.record import SftConfig, TrackingConfig
+from megappo.config.rollout import RolloutConfig, WeightSyncConfig
+from megappo.config.trainer import RunSection, TrainerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig:
+    """The policy's training workers."""
+
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """The value model's training workers; started only if the advantage estimator needs values."""
+
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    path: str | None = None
+    """Starting weights; None: model.path. The value head starts at zero."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """One run, resolved. Nothing below the command line sees anything else."""
+
+    run: RunSection = field(default_factory=RunSection)
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    sft: SftConfig = field(default_factory=SftConfig)

@@ -1,0 +1,34 @@
+"""The loop: how long, what to save, when to validate."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """Keys of the training loop; all frequencies are in steps."""
+
+    total_epochs: int = 1
+    """Passes over the prompts when total_steps is null."""
+    total_steps: int | None = None
+    """Steps to run (positive); null: total_epochs decide."""
+    save_freq: int = -1
+    """Save a checkpoint every so many steps and at the end; -1: never."""
+    test_freq: int = -1
+    """Validate every so many steps and at the end; -1: never."""
+    val_before_train: bool = False
+    critic_warmup: int = 0
+    """Steps in which only the critic is updated."""
+    resume: str = "never"
+    """auto (the newest checkpoint of this run, if any), never, or the path of a checkpoint."""
+    max_checkpoints: int = 2
+    """Newest checkpoints kept."""
+    num_rollout_samples: int = 8
+    """Sampled sequences written to rollouts/ each step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunSection:
+    """Where a run lives: `<dir>/<name>/`."""
+
+    name: str = "run"
+    dir: str = "runs"

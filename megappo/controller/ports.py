@@ -1,0 +1,191 @@
+"""The ports of the loop: what it asks of rollouts, rewards, actor, critic and weight hand-over.
+
+The loop holds metadata and `Ref` handles only. Work is cut into S shards of sequences (S = least common multiple of
+the data-parallel sizes of actor and critic); a data-parallel rank works on S / data shards, so a shard never moves.
+Implementations: `megappo.cluster` (Ray) and `tests/fakes` (one process).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megappo.balance.layout import RankLayout
+from megappo.batch.refs import Ref
+from megappo.batch.requests import UpdateRequest
+from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.config.rollout import SamplingConfig
+from megappo.data.types import Prompt
+from megappo.observability.metrics import Metrics
+from megappo.rewards.types import Reward, Sample
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SequenceInfo:
+    """What the controller knows of one sampled sequence."""
+
+    sequence_id: int
+    group_id: int
+    prompt_tokens: int
+    response_tokens: int
+    finish_reason: str
+    policy_version: int
+    row: int
+    """Row of the prompt in its source."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence, prompt included."""
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Draw:
+    """One drawn prompt: a fresh group id and the ids its samples will have."""
+
+    group_id: int
+    prompt: Prompt
+    sequence_ids: list[int]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FinishedGroup:
+    """All samples of one draw, as they left the engine."""
+
+    sequences: list[SequenceInfo]
+    samples: Ref[list[Sample]]
+    """Their texts, in the same order, for the reward."""
+
+
+ShardRefs = list[Ref[RolloutBatch]]
+"""One shard's sequences, in pieces (one per engine that sampled some)."""
+
+
+class RolloutClient(Protocol):
+    """The engines. Sampled tokens stay with them until `pack`."""
+
+    def generate(self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int) -> Iterator[FinishedGroup]:
+        """Yield groups as they finish. Raises EngineError when an engine fails."""
+        ...
+
+    def pack(self, shards: Sequence[Sequence[int]]) -> list[ShardRefs]:
+        """Cut the sampled sequences (by id) into shards and forget the others."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class RewardClient(Protocol):
+    """Scoring beside generation."""
+
+    def submit(self, group: FinishedGroup) -> None:
+        """Start scoring; returns at once."""
+        ...
+
+    def collect(self) -> tuple[dict[int, Reward], dict[int, Sample]]:
+        """Wait for all submitted groups. Returns rewards by sequence id, and the samples of the first few groups
+        (for the rollout log). Raises WorkerError when scoring fails."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RewardTotals:
+    """Per-sequence results of the token rewards of one shard, in shard order."""
+
+    returns: np.ndarray
+    """[B] float64: sum of the token rewards on the mask, KL and penalties included (s_i)."""
+    kl: np.ndarray
+    """[B] float64: masked mean of the KL in reward per sequence; NaN where it is off or the sequence is empty."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ExperienceTotals:
+    """Counts of one shard that the whole batch needs, in shard order."""
+
+    loss_tokens: np.ndarray
+    """[B] int64: tokens on the loss mask."""
+    advantage_count: float
+    advantage_mean: float
+    advantage_m2: float
+    """Sum of squared deviations from advantage_mean over response tokens."""
+    metrics: Metrics
+
+
+Plan = Sequence[Sequence[Sequence[int]]]
+"""[data rank][micro-batch] -> sequence ids."""
+
+
+class ActorClient(Protocol):
+    """The policy's training workers, the reference policy inside them, and the experience maths beside the tokens."""
+
+    @property
+    def layout(self) -> RankLayout: ...
+
+    def compute_log_probs(
+        self, shards: Sequence[ShardRefs], plan: Plan, *, reference: bool = False
+    ) -> tuple[list[Ref[TokenField]], Metrics]:
+        """Log-probs of the sampled tokens, one TokenField per shard; metrics hold the entropy (not for reference)."""
+        ...
+
+    def compute_token_rewards(
+        self,
+        shards: Sequence[ShardRefs],
+        *,
+        scores: Sequence[np.ndarray],
+        truncated: Sequence[np.ndarray],
+        old_log_probs: Sequence[Ref[TokenField]] | None,
+        ref_log_probs: Sequence[Ref[TokenField]] | None,
+        kl_coef: float,
+    ) -> tuple[list[Ref[TokenField]], list[RewardTotals]]:
+        """Place scores [B] on the last response token, add penalties, subtract KL; per shard, in shard order."""
+        ...
+
+    def build_experience(
+        self,
+        shards: Sequence[ShardRefs],
+        *,
+        rewards: Sequence[Ref[TokenField]],
+        truncated: Sequence[np.ndarray],
+        sequence_advantages: Sequence[np.ndarray] | None,
+        values: Sequence[Ref[TokenField]] | None,
+        old_log_probs: Sequence[Ref[TokenField]] | None,
+        ref_log_probs: Sequence[Ref[TokenField]] | None,
+    ) -> tuple[list[Ref[Experience]], list[ExperienceTotals]]:
+        """Advantages, returns and correction; `sequence_advantages` is given by estimators of scope `sequence`."""
+        ...
+
+    def update(self, experience: Sequence[Ref[Experience]], requests: Sequence[UpdateRequest]) -> Metrics:
+        """Run the update phase; one request per data rank. Metrics are merged over ranks."""
+        ...
+
+    def save(self, folder: str) -> None: ...
+
+    def load(self, folder: str) -> None: ...
+
+
+class CriticClient(Protocol):
+    """The value model's training workers."""
+
+    @property
+    def layout(self) -> RankLayout: ...
+
+    def compute_values(self, shards: Sequence[ShardRefs], plan: Plan) -> tuple[list[Ref[TokenField]], Metrics]:
+        """Value of the state before each sampled token, one TokenField per shard."""
+        ...
+
+    def update(self, experience: Sequence[Ref[Experience]], requests: Sequence[UpdateRequest]) -> Metrics: ...
+
+    def save(self, folder: str) -> None: ...
+
+    def load(self, folder: str) -> None: ...
+
+
+class WeightSync(Protocol):
+    """The hand-over of actor weights to the engines."""
+
+    def push(self, version: int) -> Metrics:
+        """Hand the actor's weights to every engine; all then answer with `version`. Raises EngineError otherwise."""
+        ...

@@ -1,0 +1,64 @@
+"""Every error a user can meet. Each message names what was given, the rule it breaks and the remedy."""
+
+from dataclasses import dataclass
+
+
+class MegappoError(Exception):
+    """Base of all errors that megappo raises on purpose. The command line prints them without a traceback."""
+
+    exit_code = 1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Violation:
+    """One broken rule: `key=value rule (remedy)`, for example
+    `actor.parallelism.tensor=3 must divide model.num_attention_heads=4 (use 1, 2 or 4)`."""
+
+    key: str
+    value: object
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value} {self.rule} ({self.remedy})"
+
+
+class ConfigError(MegappoError):
+    """The run configuration breaks one or more rules; all of them are listed at once."""
+
+    exit_code = 2
+
+    def __init__(self, violations: list[Violation]) -> None:
+        self.violations = violations
+        super().__init__("\n".join(f"config error: {violation}" for violation in violations))
+
+    def __reduce__(self) -> tuple[type, tuple[list[Violation]]]:
+        return type(self), (self.violations,)
+
+
+class DataError(MegappoError):
+    """A data source, tokenizer or reward was given something it cannot use; names file and line where there is one."""
+
+    exit_code = 2
+
+
+class CheckpointError(MegappoError):
+    """A checkpoint or model folder cannot be read or written."""
+
+
+class CapabilityError(MegappoError):
+    """A requested feature is not available on this back end; says why and what to use instead."""
+
+    exit_code = 2
+
+
+class EngineError(MegappoError):
+    """A rollout engine failed, died or did not answer in time; names the engine, the phase and its last log lines."""
+
+
+class WorkerError(MegappoError):
+    """A training or reward worker failed or died; names the role, rank, node and its last log lines."""
+
+
+class NonFiniteError(MegappoError):
+    """Training produced too many non-finite steps in a row."""

@@ -1,0 +1,1 @@
+"""Predictions without devices: memory and layouts. Torch-free."""

@@ -1,0 +1,1 @@
+"""Transports that hand trained weights to engines. Must not import train, rollout or ray."""
