@@ -6,7 +6,7 @@ Shapes: N packed tokens, B sequences. Invariants (asserted by tests/batch/test_f
 """
 
 from collections.abc import Sequence
-from dataclasses import Field, field, fields
+from dataclasses import MISSING, Field, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -122,3 +122,12 @@ def concat(batches: Sequence[Packed]) -> Packed:
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return offsets [B+1] int64 of sequences with the given lengths [B]."""
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
+
+
+def empty(batch_type: type[Packed]) -> Packed:
+    """Return a batch of no sequences (optional fields absent)."""
+    present = [
+        declared for declared in fields(batch_type) if "dims" in declared.metadata and declared.default is MISSING
+    ]  # type: ignore[arg-type]
+    values = {declared.name: np.zeros(0, dtype=declared.metadata["dtype"]) for declared in present}
+    return batch_type(offsets=np.zeros(1, dtype=np.int64), **values)

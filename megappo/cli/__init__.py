@@ -1,1 +1,7 @@
-"""Commands: the composition root. Builds objects from a RunConfig; nothing else builds objects from names."""
+"""The command line: `megappo train | sft | config | inspect`.
+
+The composition root: only here are names of the configuration turned into objects, and only here are errors turned
+into messages and exit codes. Each command is one module and is imported when it is called, so that
+`megappo config` needs neither torch nor ray. To add a command: a module with one entry function, and a parser in
+`main.py`.
+"""

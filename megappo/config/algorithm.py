@@ -19,39 +19,142 @@ class OldLogProbs(Enum):
     rollout = "rollout"
 
 
+class Aggregation(Enum):
+    """How token losses become one number. N tokens and S sequences on the loss mask of the whole mini-batch."""
+
+    token_mean = "token_mean"
+    """sum / N."""
+    sequence_mean_token_mean = "sequence_mean_token_mean"
+    """Mean over S of each sequence's token mean."""
+    sequence_mean_token_sum = "sequence_mean_token_sum"
+    """sum / S."""
+    token_sum_constant = "token_sum_constant"
+    """sum / (S * constant_length)."""
+    prompt_mean = "prompt_mean"
+    """Mean over prompts of the token mean within the prompt."""
+
+
+class CorrectionLevel(Enum):
+    """What an importance weight belongs to."""
+
+    token = "token"
+    sequence = "sequence"
+    """The product over the response tokens of the sequence."""
+
+
+class CorrectionMode(Enum):
+    """What happens to an importance weight out of bounds."""
+
+    truncate = "truncate"
+    """min(weight, high)."""
+    mask = "mask"
+    """0 outside [low, high]; the denominators stay."""
+
+
+class RejectLevel(Enum):
+    """What a rejection looks at, and removes."""
+
+    token = "token"
+    sequence_sum = "sequence_sum"
+    sequence_mean = "sequence_mean"
+    sequence_max = "sequence_max"
+
+
+class RejectEstimator(Enum):
+    """Per-token measure of the difference d = rollout log-prob - old log-prob."""
+
+    ratio = "ratio"
+    """exp(-d)."""
+    k1 = "k1"
+    """d."""
+    k2 = "k2"
+    """d^2 / 2."""
+    k3 = "k3"
+    """exp(-d) - 1 + d."""
+
+
+class Divergence(Enum):
+    """dppo: the divergence that bounds the move of a token."""
+
+    total_variation = "total_variation"
+    """|pi - pi_old| of the sampled token."""
+    binary_kl = "binary_kl"
+    """KL(pi_old || pi) of "this token or any other"."""
+
+
+class OnExhausted(Enum):
+    """What happens when dynamic sampling runs out of rounds with too few groups."""
+
+    train_partial = "train_partial"
+    """Train on the groups there are."""
+    carry_over = "carry_over"
+    """Train nothing; the groups count towards the next step."""
+    stop = "stop"
+    """End the run, saying how many groups were kept and dropped."""
+
+
 @dataclass(kw_only=True, slots=True)
 class AdvantageConfig:
-    """Advantage estimator and its constants; keys that an estimator does not use are ignored only at their default."""
+    """Advantage estimator and its constants. A constant that the estimator does not use must stay at its default."""
 
     name: str = "gae"
     """Registry name (`megappo.algo.advantages.ESTIMATORS`) or `package.module:function`."""
     gamma: float = 1.0
+    """gae, reinforce_plus_plus: discount per response token."""
     lam: float = 1.0
+    """gae: weight of longer returns."""
     whiten: bool = True
-    """gae: whiten advantages over all response tokens of the global batch."""
+    """gae, reinforce_plus_plus, reinforce_plus_plus_baseline: whiten advantages over all response tokens of the
+    global batch; gdpo: over its sequences."""
     normalize_by_std: bool = True
     """grpo: divide by the group's standard deviation; false is Dr.GRPO."""
+    alpha: float | None = None
+    """gpg: factor of the advantages; null: sequences / sequences in groups with signal."""
+    reward_keys: list[str] = field(default_factory=list)
+    """gdpo: names of the reward parts."""
+    weights: list[float] = field(default_factory=list)
+    """gdpo: weight of each reward part; empty: 1 each."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ClipConfig:
-    """Ratio clipping: [1 - low, 1 + high]; `dual` (> 1) bounds the loss of negative advantages, null is off."""
+    """Ratio clipping: [1 - low, 1 + high]; `dual` (> 1) bounds the loss of negative advantages, null is off.
+    gmpo clips log-ratios to [-low, high]."""
 
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
+    """ppo_clip only."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PolicyLossConfig:
-    """Policy loss, its clip and how token losses are aggregated."""
+    """Policy loss, its constants and how token losses are aggregated. A constant that the loss does not use must
+    stay at its default."""
 
     name: str = "ppo_clip"
+    """Registry name (`megappo.algo.losses.POLICY_LOSSES`) or `package.module:function`."""
     clip: ClipConfig = field(default_factory=ClipConfig)
-    aggregation: str | None = None
-    """token_mean, sequence_mean_token_mean, sequence_mean_token_sum, token_sum_constant or prompt_mean; null: the loss's own."""
+    aggregation: Aggregation | None = None
+    """null: the loss's own."""
     constant_length: float | None = None
-    """Length L of token_sum_constant, in tokens."""
+    """token_sum_constant: the length L, in tokens."""
+    tau_positive: float = 1.0
+    """sapo: temperature of tokens with positive advantage."""
+    tau_negative: float = 1.05
+    """sapo: temperature of the other tokens."""
+    divergence: Divergence = Divergence.total_variation
+    """dppo."""
+    delta: float = 0.15
+    """dppo: largest divergence of a token that still gets a gradient away from the old policy."""
+    selected_fraction: float = 0.0002
+    """clip_cov, kl_cov: share of the loss tokens that is selected (at least one token)."""
+    covariance_low: float = 1.0
+    """clip_cov: smallest covariance of a token that may be selected."""
+    covariance_high: float = 5.0
+    """clip_cov: largest covariance of a token that may be selected."""
+    selected_kl_coef: float = 1.0
+    """kl_cov: coefficient of |log-prob - old log-prob| on selected tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,10 +176,13 @@ class KLInRewardConfig:
     """KL penalty subtracted from token rewards; on when coef > 0."""
 
     estimator: str = "k1"
+    """k1, abs, k2, k3, k1+ or k3+."""
     coef: float = 0.0
     controller: KLController = KLController.fixed
     target: float = 0.1
+    """adaptive: the KL per token that the coefficient steers to."""
     horizon: int = 10000
+    """adaptive: sequences over which the coefficient may move by a fifth of itself."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +190,7 @@ class KLInLossConfig:
     """KL term added to the policy loss; on when coef > 0."""
 
     estimator: str = "k3"
+    """abs, k2, k3, k1+ or k3+ (k1 has no expected gradient)."""
     coef: float = 0.0
 
 
@@ -97,25 +204,23 @@ class KLConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CorrectionWeightConfig:
-    """Importance weight exp(old - rollout log-prob)."""
+    """Importance weight exp(old - rollout log-prob), multiplied into the policy loss of each token."""
 
-    level: str = "token"
-    """token or sequence."""
-    mode: str = "truncate"
-    """truncate (cap at high) or mask (0 outside [low, high])."""
+    level: CorrectionLevel = CorrectionLevel.token
+    mode: CorrectionMode = CorrectionMode.truncate
     low: float = 0.5
+    """mask: smallest weight kept."""
     high: float = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
 class RejectConfig:
-    """Removes tokens or sequences from the loss mask and every denominator."""
+    """Removes tokens or sequences outside [low, high] from the loss mask and every denominator."""
 
-    level: str = "token"
-    """token, sequence_sum, sequence_mean or sequence_max."""
-    estimator: str = "ratio"
-    """ratio, k1, k2 or k3."""
+    level: RejectLevel = RejectLevel.token
+    estimator: RejectEstimator = RejectEstimator.ratio
     low: float = 0.5
+    """In the estimator's own units."""
     high: float = 2.0
 
 
@@ -125,15 +230,32 @@ class CorrectionConfig:
 
     weight: CorrectionWeightConfig | None = None
     reject: list[RejectConfig] = field(default_factory=list)
+    """Each looks at the response tokens before any rejection; what one of them removes is removed."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether rollout log-probs are needed."""
+        return self.weight is not None or bool(self.reject)
 
 
 @dataclass(kw_only=True, slots=True)
 class OverlongConfig:
-    """Soft penalty for long responses (DAPO)."""
+    """Soft penalty for long responses (DAPO): 0 up to max_length - buffer tokens, -factor from max_length on."""
 
     max_length: int = 4096
+    """Response tokens."""
     buffer: int = 512
+    """Response tokens."""
     factor: float = 1.0
+
+
+@dataclass(kw_only=True, slots=True)
+class DynamicSamplingConfig:
+    """Dynamic sampling (DAPO): groups whose scores are all equal are dropped and other prompts drawn instead."""
+
+    max_rounds: int = 0
+    """Most rounds of generation in one step; 0: off, every group is trained."""
+    on_exhausted: OnExhausted = OnExhausted.train_partial
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,7 +272,9 @@ class AlgorithmConfig:
     mask_truncated: bool = False
     """Take samples that ended by length out of the loss and its denominators."""
     old_log_probs: OldLogProbs = OldLogProbs.auto
+    sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     seed: int = 0
+    """Of the token selection of clip_cov."""
 
     @property
     def needs_reference(self) -> bool:

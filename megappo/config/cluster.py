@@ -32,5 +32,7 @@ class ClusterConfig:
     """CPUs that a Ray started here may hand out; None: as many as the roles need."""
     start_timeout_s: float = 300.0
     """Longest wait for devices and for workers to start."""
+    call_timeout_s: float = 1800.0
+    """Longest wait for one phase of training workers (log-probs, update, save...)."""
     object_store_bytes: int = 256 * 1024**2
     """Object store of a Ray started here."""

@@ -45,7 +45,8 @@ class RewardConfig:
     """How a response is scored."""
 
     name: str = "exact_match"
-    """Registry name (`megappo.rewards.REWARDS`): exact_match, reasoning_gym, math_verify, model, or `package.module:name`."""
+    """Registry name (`megappo.rewards.REWARDS`): exact_match, reasoning_gym, math_verify, model,
+    or `package.module:name`."""
     workers: int = 1
     """Scoring processes."""
     timeout_s: float = 60.0

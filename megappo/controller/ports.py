@@ -58,8 +58,14 @@ class FinishedGroup:
     """Their texts, in the same order, for the reward."""
 
 
-ShardRefs = list[Ref[RolloutBatch]]
-"""One shard's sequences, in pieces (one per engine that sampled some)."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Shard:
+    """One shard of a step's sequences."""
+
+    sequence_ids: list[int]
+    """In the order in which every result of the shard comes back."""
+    pieces: list[Ref[RolloutBatch]]
+    """Its sequences in any order, one piece per engine that sampled some."""
 
 
 class RolloutClient(Protocol):
@@ -69,7 +75,7 @@ class RolloutClient(Protocol):
         """Yield groups as they finish. Raises EngineError when an engine fails."""
         ...
 
-    def pack(self, shards: Sequence[Sequence[int]]) -> list[ShardRefs]:
+    def pack(self, shards: Sequence[Sequence[int]]) -> list[Shard]:
         """Cut the sampled sequences (by id) into shards and forget the others."""
         ...
 
@@ -125,14 +131,14 @@ class ActorClient(Protocol):
     def layout(self) -> RankLayout: ...
 
     def compute_log_probs(
-        self, shards: Sequence[ShardRefs], plan: Plan, *, reference: bool = False
+        self, shards: Sequence[Shard], plan: Plan, *, reference: bool = False
     ) -> tuple[list[Ref[TokenField]], Metrics]:
         """Log-probs of the sampled tokens, one TokenField per shard; metrics hold the entropy (not for reference)."""
         ...
 
     def compute_token_rewards(
         self,
-        shards: Sequence[ShardRefs],
+        shards: Sequence[Shard],
         *,
         scores: Sequence[np.ndarray],
         truncated: Sequence[np.ndarray],
@@ -145,7 +151,7 @@ class ActorClient(Protocol):
 
     def build_experience(
         self,
-        shards: Sequence[ShardRefs],
+        shards: Sequence[Shard],
         *,
         rewards: Sequence[Ref[TokenField]],
         truncated: Sequence[np.ndarray],
@@ -172,7 +178,7 @@ class CriticClient(Protocol):
     @property
     def layout(self) -> RankLayout: ...
 
-    def compute_values(self, shards: Sequence[ShardRefs], plan: Plan) -> tuple[list[Ref[TokenField]], Metrics]:
+    def compute_values(self, shards: Sequence[Shard], plan: Plan) -> tuple[list[Ref[TokenField]], Metrics]:
         """Value of the state before each sampled token, one TokenField per shard."""
         ...
 

@@ -1,0 +1,109 @@
+"""Advantage estimators, by name.
+
+To add one: write its stage function (docstring: Formula, Source, Config, Use), declare it in
+`megappo.config.algorithm_declarations.ESTIMATOR_DECLARATIONS`, register it below; the contract tests then run on it.
+From outside: `package.module:name` of an `Estimator`, or of a plain function (SequenceInputs, AdvantageConfig) -> [B].
+"""
+
+import numpy as np
+
+from megappo.algo.advantages.base import Estimator, SequenceInputs
+from megappo.algo.advantages.group_relative import (
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    maxrl,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from megappo.algo.advantages.groups import GroupedValues
+from megappo.algo.advantages.returns import gae, reinforce_plus_plus, remax, remax_baseline
+from megappo.algo.advantages.token_baseline import optimal_token_baseline
+from megappo.config.algorithm import AlgorithmConfig
+from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS as DECLARED
+from megappo.config.algorithm_declarations import AdvantageScope, EstimatorDeclaration
+from megappo.observability import metrics
+from megappo.observability.metrics import Metrics
+from megappo.registry import Registry
+
+ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+ESTIMATORS.register("gae", Estimator(declaration=DECLARED["gae"], token_stage=gae))
+ESTIMATORS.register("grpo", Estimator(declaration=DECLARED["grpo"], sequence_stage=grpo))
+ESTIMATORS.register("rloo", Estimator(declaration=DECLARED["rloo"], sequence_stage=rloo))
+ESTIMATORS.register(
+    "reinforce_plus_plus", Estimator(declaration=DECLARED["reinforce_plus_plus"], token_stage=reinforce_plus_plus)
+)
+ESTIMATORS.register(
+    "reinforce_plus_plus_baseline",
+    Estimator(
+        declaration=DECLARED["reinforce_plus_plus_baseline"], sequence_stage=reinforce_plus_plus_baseline
+    ),
+)
+ESTIMATORS.register(
+    "remax", Estimator(declaration=DECLARED["remax"], sequence_stage=remax_baseline, token_stage=remax)
+)
+ESTIMATORS.register("opo", Estimator(declaration=DECLARED["opo"], sequence_stage=opo))
+ESTIMATORS.register("gpg", Estimator(declaration=DECLARED["gpg"], sequence_stage=gpg))
+ESTIMATORS.register("grpo_passk", Estimator(declaration=DECLARED["grpo_passk"], sequence_stage=grpo_passk))
+ESTIMATORS.register("maxrl", Estimator(declaration=DECLARED["maxrl"], sequence_stage=maxrl))
+ESTIMATORS.register("gdpo", Estimator(declaration=DECLARED["gdpo"], sequence_stage=gdpo))
+ESTIMATORS.register(
+    "optimal_token_baseline",
+    Estimator(declaration=DECLARED["optimal_token_baseline"], token_stage=optimal_token_baseline),
+)
+
+
+def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
+    """Return the configured estimator. Raises RegistryError for an unknown name."""
+    entry = ESTIMATORS.get(algorithm.advantage.name)
+    if isinstance(entry, Estimator):
+        return entry
+    return Estimator(declaration=EstimatorDeclaration(scope=AdvantageScope.sequence), sequence_stage=entry)
+
+
+def needs_values(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantages need a critic."""
+    return estimator_of(algorithm).declaration.needs_values
+
+
+def needs_sequence_advantages(algorithm: AlgorithmConfig) -> bool:
+    """Whether `compute_sequence_advantages` runs before the experience is built."""
+    return estimator_of(algorithm).sequence_stage is not None
+
+
+def whitens_tokens(algorithm: AlgorithmConfig) -> bool:
+    """Whether advantages are whitened over the response tokens of the global batch."""
+    return algorithm.advantage.whiten and estimator_of(algorithm).declaration.whitens
+
+
+def compute_sequence_advantages(inputs: SequenceInputs, algorithm: AlgorithmConfig) -> np.ndarray:
+    """Return the advantages [B] float64 of an estimator of scope `sequence`, before whitening over tokens.
+
+    Empty sequences get 0 and take part in no statistic. Bitwise the same for any order of the sequences.
+
+    Raises:
+        AlgorithmInputError: a sequence brings what the estimator cannot take; names the sequence and the field.
+    """
+    stage = estimator_of(algorithm).sequence_stage
+    assert stage is not None, "only estimators of scope sequence run on the controller"
+    rows = np.flatnonzero(inputs.response_tokens > 0)
+    advantages = np.zeros(len(inputs.scores))
+    if rows.size:
+        advantages[rows] = stage(inputs.select(rows), algorithm.advantage)
+    return advantages
+
+
+def group_metrics(inputs: SequenceInputs) -> Metrics:
+    """Return counts of the groups of a batch; means are over groups with at least one non-empty sequence."""
+    rows = np.flatnonzero(inputs.response_tokens > 0)
+    if not rows.size:
+        return {}
+    groups = GroupedValues(inputs.scores[rows], inputs.group_ids[rows])
+    count = len(groups.sizes)
+    return {
+        "rollout/groups": metrics.total(count),
+        "rollout/group_size/mean": metrics.mean(groups.sizes.sum(), count),
+        "rollout/groups_without_signal": metrics.mean(count - groups.have_signal().sum(), count),
+    }

@@ -1,0 +1,144 @@
+"""Estimators that compare the samples of one prompt. All are given non-empty sequences only.
+
+Shapes: B sequences. s_i: sum of the token rewards of sequence i; mean_g, std_g: over its group; G: samples of a group.
+"""
+
+import numpy as np
+
+from megappo.algo.advantages.base import SequenceInputs
+from megappo.algo.advantages.groups import GroupedValues
+from megappo.algo.masked import Moments, whiten
+from megappo.config.algorithm import AdvantageConfig
+
+EPSILON = 1e-6
+"""Added to a denominator that may be 0."""
+
+
+def grpo(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Group-relative advantage.
+
+    Formula: A_i = (s_i - mean_g) / (std_g + 1e-6), std unbiased (G - 1). `normalize_by_std: false` leaves the
+        division out (Dr.GRPO). A group of one, and one whose spread is rounding error (std <= 1e-6 max|s|), gives 0.
+    Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; Dr.GRPO: Liu et al. 2025, arXiv:2503.20783.
+    Config: normalize_by_std.
+    Use: the usual choice without a critic; several samples per prompt. Dr.GRPO (with token_sum_constant) removes the
+        weight that the division gives to very easy and very hard prompts.
+    """
+    return _normalized(inputs.scores, inputs.group_ids, divide=config.normalize_by_std)
+
+
+def _normalized(scores: np.ndarray, group_ids: np.ndarray, *, divide: bool) -> np.ndarray:
+    groups = GroupedValues(scores, group_ids)
+    deviations = groups.deviations()
+    if not divide:
+        return deviations
+    std = groups.spread(groups.standard_deviations())
+    # NaN compares false, so a non-finite score is passed on rather than turned into 0.
+    return np.where(std == 0, 0.0, deviations / (std + EPSILON))
+
+
+def rloo(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Leave-one-out baseline.
+
+    Formula: A_i = s_i - mean of the other samples of the group = (s_i - mean_g) G / (G - 1). A group of one gives 0.
+    Source: Ahmadian et al. 2024, arXiv:2402.14740.
+    Config: none.
+    Use: an unbiased baseline that keeps the scale of the scores.
+    """
+    groups = GroupedValues(inputs.scores, inputs.group_ids)
+    sizes = groups.spread(groups.sizes)
+    return groups.deviations() * sizes / np.maximum(sizes - 1, 1)
+
+
+def reinforce_plus_plus_baseline(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Group baseline with global normalisation.
+
+    Formula: A_i = s_i - mean_g on every response token, then whitened over the response tokens of the global batch.
+        A group of one gives 0 before whitening.
+    Source: Hu 2025, REINFORCE++, arXiv:2501.03262.
+    Config: whiten.
+    Use: like grpo, with one scale for the whole batch in place of one per group.
+    """
+    return GroupedValues(inputs.scores, inputs.group_ids).deviations()
+
+
+def opo(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Optimal baseline under the assumption that gradient norms grow with length.
+
+    Formula: A_i = s_i - sum_j l_j s_j / sum_j l_j over the group, l = response tokens.
+    Source: Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585.
+    Config: none.
+    Use: exact on-policy training with responses of very different lengths.
+    """
+    groups = GroupedValues(inputs.scores, inputs.group_ids, tie_break=inputs.response_tokens)
+    return groups.deviations(weights=inputs.response_tokens.astype(np.float64))
+
+
+def gpg(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Group policy gradient.
+
+    Formula: A_i = alpha (s_i - mean_g); alpha = B / max(1, samples in groups whose scores differ), B the non-empty
+        sequences of the batch, which makes up for groups without signal. A configured alpha replaces it.
+    Source: Chu et al. 2025, GPG, arXiv:2504.02546.
+    Config: alpha.
+    Use: with the gpg loss: plain policy gradient without ratio, clip or reference.
+    """
+    groups = GroupedValues(inputs.scores, inputs.group_ids)
+    alpha = config.alpha
+    if alpha is None:
+        alpha = len(inputs.scores) / max(1, int(groups.sizes[groups.have_signal()].sum()))
+    return alpha * groups.deviations()
+
+
+def grpo_passk(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Only the best sample of a group is rewarded, by its lead over the second.
+
+    Formula: best: (s_best - s_second) / (std_g + 1e-6), std unbiased; others 0. A tie for the best gives 0.
+    Source: Chen et al. 2025, Pass@k training, arXiv:2503.19595.
+    Config: none. Needs at least two samples per prompt.
+    Use: when only the best of k answers counts.
+    """
+    groups = GroupedValues(inputs.scores, inputs.group_ids)
+    best = inputs.scores == groups.spread(groups.maximum)
+    second = GroupedValues(np.where(best, -np.inf, inputs.scores), inputs.group_ids).maximum
+    lead = np.where(groups.sum(best.astype(np.float64)) == 1, groups.maximum - second, 0.0)
+    lead = np.where(groups.sizes == 1, 0.0, lead)
+    std = groups.standard_deviations()
+    return np.where(best, groups.spread(np.where(std == 0, 0.0, lead / (std + EPSILON))), 0.0)
+
+
+def maxrl(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Advantage relative to the group's mean score: hard prompts count more.
+
+    Formula: A_i = (s_i - mean_g) / (mean_g + 1e-6), scores binary or non-negative.
+    Source: Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning, arXiv:2602.02710.
+    Config: none. A negative score is refused.
+    Use: pass/fail rewards, to approach maximum likelihood of success.
+    """
+    inputs.refuse(inputs.scores < 0, "score", "is negative, which maxrl cannot take (use grpo, or scores >= 0)")
+    groups = GroupedValues(inputs.scores, inputs.group_ids)
+    return groups.deviations() / (groups.spread(groups.mean()) + EPSILON)
+
+
+def gdpo(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Group-relative advantage per reward part, so that no part drowns another.
+
+    Formula: A_i = sum_k weight_k (s_ik - mean_gk) / (std_gk + 1e-6), then (A - mean) / sqrt(var + 1e-8) over the
+        non-empty sequences of the batch (var unbiased). A sequence without part k takes no part in its statistics.
+    Source: Liu et al. 2026, GDPO, arXiv:2601.05242.
+    Config: reward_keys, weights, whiten.
+    Use: several rewards of different scale, for example correctness and format.
+
+    Raises AlgorithmInputError for a key that no sequence has; it names the keys seen.
+    """
+    total = np.zeros(len(inputs.scores))
+    for key, weight in zip(config.reward_keys, config.weights or [1.0] * len(config.reward_keys)):
+        if key not in inputs.parts:
+            seen = ", ".join(sorted(inputs.parts)) or "none"
+            inputs.refuse(np.ones(len(total), bool), "score", f"has no part {key!r} (keys seen: {seen})")
+        part = inputs.parts.get(key, total)
+        rows = np.flatnonzero(~np.isnan(part))
+        total[rows] += weight * _normalized(part[rows], inputs.group_ids[rows], divide=True)
+    if not config.whiten:
+        return total
+    return whiten(total, Moments.of(np.sort(total)).whitening)

@@ -1,0 +1,69 @@
+"""Estimators that sum the rewards that follow a token.
+
+Shapes: M response tokens, B sequences. "Next" is the next response token of the same sequence: prompt, tool and
+observation tokens are jumped over, with neither decay nor reward.
+"""
+
+import numpy as np
+import torch
+
+from megappo.algo.advantages.base import SequenceInputs, TokenAdvantages, TokenInputs
+from megappo.algo.masked import MaskedTokens
+from megappo.algo.scan import discounted_suffix_sums
+from megappo.config.algorithm import AdvantageConfig
+
+
+def discounted_returns(rewards: np.ndarray, tokens: MaskedTokens, decay: float) -> np.ndarray:
+    """Return G_t = R_t + decay G_next, [M] float64."""
+    return discounted_suffix_sums(torch.from_numpy(rewards), torch.from_numpy(tokens.offsets), decay).numpy()
+
+
+def gae(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
+    """Generalised advantage estimation.
+
+    Formula: delta_t = R_t + gamma V_next - V_t; A_t = delta_t + gamma lam A_next; V and A after the last response
+        token are 0. returns = A + V before whitening; then A is whitened over the response tokens of the global batch.
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
+    Config: gamma, lam, whiten. Needs a critic.
+    Use: PPO with a critic; long responses where a baseline per token pays.
+    """
+    assert inputs.values is not None
+    values, tokens = inputs.values, inputs.tokens
+    next_values = np.zeros_like(values)
+    next_values[:-1] = values[1:]
+    next_values[tokens.offsets[1:][tokens.lengths > 0] - 1] = 0.0
+    deltas = inputs.rewards + config.gamma * next_values - values
+    advantages = discounted_returns(deltas, tokens, config.gamma * config.lam)
+    return TokenAdvantages(advantages=advantages, returns=advantages + values)
+
+
+def reinforce_plus_plus(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
+    """Discounted return with global normalisation.
+
+    Formula: A_t = R_t + gamma A_next, then whitened over the response tokens of the global batch.
+    Source: Hu 2025, REINFORCE++, arXiv:2501.03262.
+    Config: gamma, whiten.
+    Use: one sample per prompt and no critic; KL in reward gives a signal per token.
+    """
+    return TokenAdvantages(advantages=discounted_returns(inputs.rewards, inputs.tokens, config.gamma))
+
+
+def remax_baseline(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Return minus the greedy score, [B]; `remax` adds the returns."""
+    if inputs.greedy_scores is None:
+        inputs.refuse(np.ones(len(inputs.scores), bool), "greedy_score", "is missing, remax needs it")
+        return np.zeros(0)
+    return -inputs.greedy_scores
+
+
+def remax(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
+    """Return minus the score of the greedy answer to the same prompt.
+
+    Formula: A_t = sum of the rewards from t on - greedy score.
+    Source: Li et al. 2024, ReMax, arXiv:2310.10505.
+    Config: none.
+    Use: one sample per prompt; the baseline costs one greedy answer per prompt.
+    """
+    assert inputs.sequence_advantages is not None
+    returns = discounted_returns(inputs.rewards, inputs.tokens, 1.0)
+    return TokenAdvantages(advantages=returns + inputs.sequence_advantages[inputs.tokens.sequence])

@@ -1,0 +1,68 @@
+"""Micro-batches of one rank under a hard cap of tokens.
+
+Invariants (asserted by tests/balance/test_micro_batches.py):
+1. Every position is in exactly one micro-batch; positions within a micro-batch ascend.
+2. No micro-batch holds more than the cap, except a single sequence that is longer than the cap: it runs alone.
+3. `pack` never makes two micro-batches that would fit into one.
+4. `spread` makes exactly the number asked for; some may be empty.
+
+A number of micro-batches from tokens divided by the cap is only a lower bound: five sequences of 5 tokens under a cap
+of 8 need five, not ceil(25 / 8) = 4. So the number comes from the packing itself.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
+from megappo.balance.partition import level, partition
+
+
+def micro_batch_bound(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> int:
+    """Return a number of micro-batches below which no plan can go."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    alone = tokens > max_tokens
+    return int(alone.sum()) + -(-int(tokens[~alone].sum()) // max_tokens)
+
+
+def pack(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]]:
+    """Pack positions 0..B-1 into few micro-batches: best fit decreasing (Johnson et al. 1974), at most 11/9 of the
+    fewest possible plus one, and close to the bound when sequences are short against the cap."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    sizes = tokens.tolist()
+    packed: list[list[int]] = []
+    room: list[int] = []  # ascending (negative: a sequence over the cap), beside it the micro-batch that has this room
+    owner: list[int] = []
+    for position in np.argsort(-tokens, kind="stable").tolist():
+        size = sizes[position]
+        found = bisect_left(room, size)
+        if found == len(room):
+            target, left = len(packed), max_tokens - size
+            packed.append([])
+        else:
+            target, left = owner.pop(found), room.pop(found) - size
+        packed[target].append(position)
+        slot = bisect_left(room, left)
+        room.insert(slot, left)
+        owner.insert(slot, target)
+    return [sorted(positions) for positions in packed]
+
+
+def spread(lengths: Sequence[int] | np.ndarray, num_micro_batches: int, max_tokens: int) -> list[list[int]]:
+    """Put positions 0..B-1 into exactly `num_micro_batches`, as equal in tokens as the cap allows.
+
+    `num_micro_batches` must be at least what `pack` needs.
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    alone = np.flatnonzero(tokens > max_tokens)
+    rest = np.flatnonzero(tokens <= max_tokens)
+    count = num_micro_batches - len(alone)
+    filled = [[position] for position in alone.tolist()]
+    if count == 0:
+        return filled
+    parts = partition(tokens[rest], count, equal_counts=False)
+    if max(int(tokens[rest[part]].sum()) for part in parts) > max_tokens:
+        # Little room to spare: keep the packing that is known to fit and level it.
+        packed = pack(tokens[rest], max_tokens)
+        parts = level(tokens[rest], packed + [[] for _ in range(count - len(packed))])
+    return filled + [rest[part].tolist() for part in parts]

@@ -1,0 +1,120 @@
+"""Entry point of the `megappo` command: parse, load the configuration, call the command, report errors.
+
+Exit codes: 0 done, 1 the run failed, 2 the configuration or the arguments are wrong, 130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megappo import __version__
+from megappo.errors import MegappoError
+
+INTERRUPTED = 130
+
+_OVERRIDES_HELP = "group=choice or key=value, for example experiment=quickstart trainer.total_steps=20 seed=1"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command in `arguments` (default: those of the process). Returns the exit code."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        return int(parsed.command(parsed))
+    except MegappoError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has left; closing the stream keeps Python from complaining at exit.
+        sys.stderr.close()
+        return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; `command` of its result is the function to call."""
+    parser = argparse.ArgumentParser(
+        prog="megappo",
+        description="PPO/GRPO post-training on Megatron-Core, SGLang and Ray.",
+        epilog="`megappo config experiment=quickstart` prints every key with its value.",
+    )
+    parser.add_argument("--version", action="version", version=f"megappo {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, function, text in (
+        ("train", _train, "train with PPO/GRPO"),
+        ("sft", _sft, "make a starting model by supervised training on prompt/answer pairs"),
+        ("config", _config, "print the resolved configuration and check its types and rules"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES_HELP)
+        command.set_defaults(command=function)
+    _add_inspect(commands)
+    return parser
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    from megappo.config.rules import check_config, check_files
+    from megappo.config.store import load_run_config
+
+    config = load_run_config(parsed.overrides, rules=(check_config, check_files))
+    from megappo.cli.train import train
+
+    return train(config)
+
+
+def _sft(parsed: argparse.Namespace) -> int:
+    from megappo.config.rules import check_config, check_sft_files
+    from megappo.config.store import load_run_config
+
+    config = load_run_config(parsed.overrides, rules=(check_config, check_sft_files))
+    from megappo.cli.sft import sft
+
+    return sft(config)
+
+
+def _config(parsed: argparse.Namespace) -> int:
+    from megappo.cli.config import print_config
+
+    return print_config(parsed.overrides)
+
+
+# Any: argparse has no public type for what add_subparsers returns.
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser("inspect", help="show what one part does with given input, as JSON on stdout")
+    parts = inspect.add_subparsers(required=True, metavar="part")
+
+    text = "advantages, loss, gradient and metrics of the sequences in a JSON file"
+    algorithm = parts.add_parser("algorithm", help=text, description=text)
+    algorithm.add_argument("case", help='JSON file: {"sequences": [...], "algorithm": {...}}')
+    algorithm.set_defaults(command=_inspect_algorithm)
+
+    text = "which rank computes which sequences in which micro-batch"
+    schedule = parts.add_parser("schedule", help=text, description=text)
+    schedule.add_argument("lengths", help="JSON file: a list of sequence lengths in tokens")
+    schedule.add_argument("--dp", type=int, required=True, help="data-parallel ranks")
+    schedule.add_argument("--max-tokens", type=int, required=True, help="most tokens in a micro-batch")
+    schedule.add_argument("--equal-counts", action="store_true", help="ranks get equal numbers of sequences")
+    schedule.add_argument("--vpp-group", type=int, default=1, help="micro-batches per rank are a multiple of this")
+    schedule.add_argument("--model", help="config.json (or its folder) of the model, for the cost of attention")
+    schedule.set_defaults(command=_inspect_schedule)
+
+
+def _inspect_algorithm(parsed: argparse.Namespace) -> int:
+    from megappo.cli.inspect_algorithm import inspect_algorithm
+
+    return inspect_algorithm(parsed.case)
+
+
+def _inspect_schedule(parsed: argparse.Namespace) -> int:
+    from megappo.cli.inspect_schedule import inspect_schedule
+
+    return inspect_schedule(
+        parsed.lengths,
+        dp=parsed.dp,
+        max_tokens=parsed.max_tokens,
+        equal_counts=parsed.equal_counts,
+        vpp_group=parsed.vpp_group,
+        model=parsed.model,
+    )

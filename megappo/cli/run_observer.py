@@ -1,0 +1,125 @@
+"""Watches the loop of `megappo train`: console, trackers, rollout log, reward history."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from megappo.config.run import RunConfig
+from megappo.controller.rollouts import ScoredRollouts
+from megappo.controller.step import StepResult
+from megappo.observability.console import RunConsole
+from megappo.observability.metrics import Metrics, values
+from megappo.observability.plot import Curve, plot_reward_curve
+from megappo.observability.run_directory import RunDirectory, write_summary
+from megappo.observability.tracker import Tracker
+
+_WINDOW = 10
+"""Steps averaged at both ends of a run for the summary."""
+_DIFFERENCE = "rollout/log_prob_diff/max"
+_TRACKER_STATUS = {"completed": "finished", "interrupted": "interrupted"}
+"""How a run ended -> how trackers call it; anything else is a failure."""
+
+
+class RunObserver:
+    """Port `LoopObserver`: tells people and trackers what the loop does, and writes the summary at the end."""
+
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[Tracker]
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._console = console
+        self._trackers = trackers
+        self._start = time.monotonic()
+        self._rewards: list[tuple[int, float]] = []
+        self._validations: list[tuple[int, float]] = []
+        self._first_difference: float | None = None
+        self._weight_version: int | None = None
+        self._saved: Path | None = None
+        self.last_step = 0
+
+    def on_phase(self, text: str) -> None:
+        """Something that takes time begins."""
+        self._console.phase(text)
+
+    def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
+        """Record a finished step."""
+        self.last_step = step
+        numbers = values(result.metrics)
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+        self._rewards.append((step, numbers["reward/mean"]))
+        self._weight_version = round(numbers["weights/version"])
+        if self._first_difference is None:
+            self._first_difference = numbers.get(_DIFFERENCE)
+        self._write_rollouts(step, result.rollouts)
+        self._console.step(step, total_steps, numbers)
+
+    def on_validation(self, step: int, metrics: Metrics, rollouts: ScoredRollouts) -> None:
+        """Record a finished validation."""
+        numbers = values(metrics)
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+        self._validations.append((step, numbers["val/reward/mean"]))
+        self._console.note(f"validation after step {step}: mean reward {numbers['val/reward/mean']:.3f}")
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """Remember the newest checkpoint."""
+        self._saved = folder
+        self._console.note(f"saved {folder}")
+
+    def _write_rollouts(self, step: int, rollouts: ScoredRollouts) -> None:
+        """Append the texts of the first few sequences to rollouts/step_000001.jsonl."""
+        shown = [
+            (info, reward)
+            for info, reward in zip(rollouts.sequences, rollouts.rewards)
+            if info.sequence_id in rollouts.samples
+        ][: self._config.trainer.num_rollout_samples]
+        with (self._directory.rollouts / f"step_{step:06d}.jsonl").open("w") as file:
+            for info, reward in shown:
+                sample = rollouts.samples[info.sequence_id]
+                line = asdict(info) | {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+                file.write(json.dumps(line | {"score": reward.score, "parts": reward.parts}) + "\n")
+
+    @property
+    def saved(self) -> str:
+        """What is on disk, in words."""
+        metrics = f"metrics of {len(self._rewards)} steps in {self._directory.metrics}"
+        return (
+            f"{metrics}; checkpoint {self._saved}" if self._saved else f"{metrics}; no checkpoint (trainer.save_freq)"
+        )
+
+    def finish(self, exit_reason: str) -> dict[str, object]:
+        """Write summary.json and the reward curve, close the trackers; returns the summary."""
+        rewards = [reward for _, reward in self._rewards]
+        summary: dict[str, object] = {
+            "steps": self.last_step,
+            "wall_s": round(time.monotonic() - self._start, 1),
+            "reward_first_10": float(np.mean(rewards[:_WINDOW])) if rewards else None,
+            "reward_last_10": float(np.mean(rewards[-_WINDOW:])) if rewards else None,
+            "log_prob_diff_first_step_max": self._first_difference,
+            "weight_version": self._weight_version,
+            "exit": exit_reason,
+        }
+        if rewards:
+            plot_reward_curve(
+                self._directory.curve,
+                title=self._config.run.name,
+                training=_curve(self._rewards),
+                validation=_curve(self._validations),
+            )
+        write_summary(self._directory, summary)
+        for tracker in self._trackers:
+            for path in (self._directory.config, self._directory.curve, self._directory.summary):
+                if path.exists():
+                    tracker.artifact(path)
+            tracker.close(_TRACKER_STATUS.get(exit_reason, "failed"))
+        return summary
+
+
+def _curve(points: Sequence[tuple[int, float]]) -> Curve:
+    return Curve(steps=[step for step, _ in points], values=[value for _, value in points])

@@ -1,0 +1,202 @@
+"""Typed groups of training processes: the Ray side of the actor and critic ports."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+
+from megappo.algo.experience import ExperienceTotals, RewardTotals
+from megappo.balance.layout import RankLayout
+from megappo.batch.refs import Ref
+from megappo.batch.requests import UpdateRequest
+from megappo.batch.stages import Experience, TokenField
+from megappo.cluster.placement import Slot
+from megappo.cluster.runtime import Call, gather
+from megappo.cluster.workers import ActorWorker, BatchCall, CriticWorker, ShardCall, TrainingWorker, WorkerSpec
+from megappo.config.parallelism import ParallelismConfig
+from megappo.config.run import RunConfig
+from megappo.controller.ports import Plan, Shard
+from megappo.observability.metrics import Metrics, merge
+
+
+def layout_of(parallelism: ParallelismConfig, num_devices: int) -> RankLayout:
+    """Return the mesh of a model on so many devices."""
+    return RankLayout(
+        tensor=parallelism.tensor,
+        pipeline=parallelism.pipeline,
+        context=parallelism.context,
+        data=num_devices // parallelism.model_size,
+        virtual_pipeline=parallelism.virtual_pipeline or 1,
+    )
+
+
+class TrainingGroup:
+    """The processes of one role, rank 0 first."""
+
+    def __init__(  # the composition root names every part
+        self,
+        worker_class: type[TrainingWorker],
+        config: RunConfig,
+        *,
+        role: str,
+        parallelism: ParallelismConfig,
+        slots: Sequence[Slot],
+        log_dir: Path,
+        timeout_s: float,
+    ) -> None:
+        self.layout = layout_of(parallelism, len(slots))
+        self.role = role
+        self._timeout_s = timeout_s
+        self._log_paths = [log_dir / f"{role}-{rank}.log" for rank in range(len(slots))]
+        self._places = ["starting"] * len(slots)
+        self.workers: list[Any] = []
+        for rank, slot in enumerate(slots):
+            spec = WorkerSpec(role=role, rank=rank, world_size=len(slots), log_path=self._log_paths[rank])
+            self.workers.append(ray.remote(worker_class).options(**slot.options()).remote(spec, config))
+
+    def start(self) -> list[Call]:
+        """Begin to build the models; returns the calls to wait for."""
+        self._places = gather(self.calls("identity"), phase="start", timeout_s=self._timeout_s)
+        address, port = gather([self.call(0, "rendezvous")], phase="start", timeout_s=self._timeout_s)[0]
+        return self.calls("setup", address, port)
+
+    def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
+        """Start one method on one rank."""
+        ref = getattr(self.workers[rank], method).remote(*args, **kwargs)
+        return Call(ref=ref, worker=f"{self.role} rank {rank} ({self._places[rank]})", log_path=self._log_paths[rank])
+
+    def calls(self, method: str, *args: Any, **kwargs: Any) -> list[Call]:
+        """Start one method with the same arguments on every rank."""
+        return [self.call(rank, method, *args, **kwargs) for rank in range(len(self.workers))]
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run one method with the same arguments on every rank and wait."""
+        return gather(self.calls(method, *args, **kwargs), phase=method, timeout_s=self._timeout_s)
+
+    def data_rank(self, rank: int) -> int:
+        """Return the data-parallel rank of a global rank (Megatron's order: tensor, context, data, pipeline)."""
+        inner = self.layout.tensor * self.layout.context
+        return rank // inner % self.layout.data
+
+    def output_rank(self, data_rank: int) -> int:
+        """Return the global rank that returns the results of a data-parallel rank."""
+        inner = self.layout.tensor * self.layout.context
+        return inner * (data_rank + self.layout.data * (self.layout.pipeline - 1))
+
+    def per_data_rank(self, items: Sequence[Any], data_rank: int) -> list[Any]:
+        """Return the entries (one per shard) that a data-parallel rank works on."""
+        share = len(items) // self.layout.data
+        return list(items[data_rank * share : (data_rank + 1) * share])
+
+    def batch_call(self, shards: Sequence[Shard], data_rank: int) -> BatchCall:
+        """Return the shards of a data-parallel rank as its workers receive them."""
+        mine = self.per_data_rank(shards, data_rank)
+        return BatchCall(shards=[ShardCall(sequence_ids=s.sequence_ids, pieces=list(s.pieces)) for s in mine])
+
+    def run_pass(
+        self, method: str, shards: Sequence[Shard], plan: Plan, **kwargs: Any
+    ) -> tuple[list[Ref[TokenField]], Metrics]:
+        """Run a forward pass on all ranks; returns one reference per shard and the merged metrics."""
+        batch_calls = [self.batch_call(shards, data_rank) for data_rank in range(self.layout.data)]
+        calls = []
+        for rank in range(len(self.workers)):
+            data_rank = self.data_rank(rank)
+            calls.append(self.call(rank, method, batch_calls[data_rank], plan[data_rank], **kwargs))
+        results = gather(calls, phase=method, timeout_s=self._timeout_s)
+        outputs = [results[self.output_rank(data_rank)] for data_rank in range(self.layout.data)]
+        return [ref for refs, _ in outputs for ref in refs], merge(metrics for _, metrics in outputs)
+
+    def update(self, experience: Sequence[Ref[Experience]], requests: Sequence[UpdateRequest]) -> Metrics:
+        """Run the update phase; metrics of all output ranks merged."""
+        calls = []
+        for rank in range(len(self.workers)):
+            data_rank = self.data_rank(rank)
+            calls.append(self.call(rank, "update", self.per_data_rank(experience, data_rank), requests[data_rank]))
+        results = gather(calls, phase="update", timeout_s=self._timeout_s)
+        return merge(results[self.output_rank(data_rank)] for data_rank in range(self.layout.data))
+
+    def save(self, folder: str) -> None:
+        """Write the role's checkpoint into a folder."""
+        self.run("save", folder)
+
+    def load(self, folder: str) -> None:
+        """Read the role's checkpoint from a folder."""
+        self.run("load", folder)
+
+    def stop(self) -> None:
+        """End all processes at once."""
+        for worker in self.workers:
+            ray.kill(worker)
+
+
+class CriticGroup(TrainingGroup):
+    """The critic's processes (port: CriticClient)."""
+
+    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], log_dir: Path, timeout_s: float) -> None:
+        super().__init__(
+            CriticWorker,
+            config,
+            role="critic",
+            parallelism=config.critic.parallelism,
+            slots=slots,
+            log_dir=log_dir,
+            timeout_s=timeout_s,
+        )
+
+    def compute_values(self, shards: Sequence[Shard], plan: Plan) -> tuple[list[Ref[TokenField]], Metrics]:
+        """Values before each sampled token, one reference per shard."""
+        return self.run_pass("compute_values", shards, plan)
+
+
+class ActorGroup(TrainingGroup):
+    """The actor's processes (port: ActorClient)."""
+
+    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], log_dir: Path, timeout_s: float) -> None:
+        super().__init__(
+            ActorWorker,
+            config,
+            role="actor",
+            parallelism=config.actor.parallelism,
+            slots=slots,
+            log_dir=log_dir,
+            timeout_s=timeout_s,
+        )
+
+    def compute_log_probs(
+        self, shards: Sequence[Shard], plan: Plan, *, reference: bool = False
+    ) -> tuple[list[Ref[TokenField]], Metrics]:
+        """Log-probs of the sampled tokens, one reference per shard."""
+        return self.run_pass("compute_log_probs", shards, plan, reference=reference)
+
+    def compute_token_rewards(
+        self, shards: Sequence[Shard], *, kl_coef: float, **per_shard: Sequence[Any] | None
+    ) -> tuple[list[Ref[TokenField]], list[RewardTotals]]:
+        """Token rewards of every shard; see the port for the arguments."""
+        results = self._experience_call("compute_token_rewards", shards, per_shard, kl_coef=kl_coef)
+        return [ref for ref, _ in results], cast(list[RewardTotals], [totals for _, totals in results])
+
+    def build_experience(
+        self, shards: Sequence[Shard], **per_shard: Sequence[Any] | None
+    ) -> tuple[list[Ref[Experience]], list[ExperienceTotals]]:
+        """Experience of every shard; see the port for the arguments."""
+        results = self._experience_call("build_experience", shards, per_shard)
+        return [ref for ref, _ in results], cast(list[ExperienceTotals], [totals for _, totals in results])
+
+    def _experience_call(
+        self, method: str, shards: Sequence[Shard], per_shard: dict[str, Sequence[Any] | None], **kwargs: Any
+    ) -> list[tuple[Any, Any]]:
+        """Run experience maths on the output rank of each data-parallel rank."""
+        calls = []
+        for data_rank in range(self.layout.data):
+            mine = {
+                name: None if values is None else self.per_data_rank(values, data_rank)
+                for name, values in per_shard.items()
+            }
+            call = self.batch_call(shards, data_rank)
+            calls.append(self.call(self.output_rank(data_rank), method, call, **mine, **kwargs))
+        return [pair for pairs in gather(calls, phase=method, timeout_s=self._timeout_s) for pair in pairs]
+
+    def save_hf(self, folder: str) -> None:
+        """Write the actor as a Hugging Face folder."""
+        self.run("save_hf", folder)

@@ -1,0 +1,181 @@
+"""One rollout engine in a process of its own, and the sampled tokens it keeps until they are packed."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+
+from megappo.batch.fields import offsets_of
+from megappo.batch.stages import RolloutBatch
+from megappo.cluster.runtime import describe_process
+from megappo.config.rollout import SamplingConfig
+from megappo.config.run import RunConfig
+from megappo.controller.ports import Draw, FinishedGroup, SequenceInfo
+from megappo.observability.logging import redirect_process_output
+from megappo.rewards.types import Sample
+from megappo.rollout.engine import GenerateRequest, GroupOutput, WeightGroup
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HostSpec:
+    """Which engine a host runs."""
+
+    index: int
+    log_path: Path
+    engine_log_path: Path
+    device: str
+    """cpu or cuda."""
+    visible_devices: list[str]
+    """CUDA devices of the engine's bundles; empty on CPU."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Stored:
+    """A sampled sequence as its engine returned it."""
+
+    group_id: int
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+
+
+class RolloutHost:
+    """Ray actor body: starts the engine, generates, keeps tokens, receives weights. All methods are coroutines."""
+
+    def __init__(self, spec: HostSpec, config: RunConfig) -> None:
+        redirect_process_output(spec.log_path)
+        from megappo.data.tokenizer import load_tokenizer
+        from megappo.rollout import make_engine
+
+        self.spec = spec
+        self.config = config
+        self._tokenizer = load_tokenizer(config.model.path)
+        self._engine = make_engine(
+            config.rollout,
+            model=config.model,
+            device=spec.device,
+            visible_devices=spec.visible_devices,
+            index=spec.index,
+            seed=config.seed,
+            log_path=spec.engine_log_path,
+            weight_timeout_s=config.weight_sync.timeout_s,
+        )
+        self._stored: dict[int, _Stored] = {}
+
+    async def start(self) -> None:
+        """Start the engine; returns when it answers."""
+        await self._engine.start()
+
+    async def identity(self) -> str:
+        """Return where this process runs."""
+        return describe_process()
+
+    async def process_ids(self) -> list[int]:
+        """Return the process ids of this host and everything it started."""
+        own = psutil.Process()
+        return [own.pid, *(child.pid for child in own.children(recursive=True))]
+
+    async def rendezvous(self) -> tuple[str, int]:
+        """Return this node's address and the number of engine ranks in a weight group."""
+        return ray.util.get_node_ip_address(), self.config.rollout.tensor
+
+    async def generate(
+        self, draws: Sequence[Draw], sampling: SamplingConfig, seed: int
+    ) -> AsyncIterator[FinishedGroup]:
+        """Yield groups as they finish; their tokens stay here."""
+        by_group = {draw.group_id: draw for draw in draws}
+        requests = [
+            GenerateRequest(
+                group_id=draw.group_id, prompt_tokens=draw.prompt.tokens, num_samples=len(draw.sequence_ids)
+            )
+            for draw in draws
+        ]
+        async for output in self._engine.generate(requests, sampling, seed=seed):
+            yield self._finish(by_group[output.group_id], output)
+
+    def _finish(self, draw: Draw, output: GroupOutput) -> FinishedGroup:
+        """Keep the tokens of a finished group; returns its metadata and a reference to its texts."""
+        from megappo.data.tokenizer import decode_response
+
+        sequences, samples = [], []
+        for sequence_id, response in zip(draw.sequence_ids, output.responses, strict=True):
+            self._stored[sequence_id] = _Stored(
+                group_id=draw.group_id,
+                prompt=draw.prompt.tokens,
+                response=response.tokens,
+                log_probs=response.log_probs,
+            )
+            sequences.append(
+                SequenceInfo(
+                    sequence_id=sequence_id,
+                    group_id=draw.group_id,
+                    prompt_tokens=len(draw.prompt.tokens),
+                    response_tokens=len(response.tokens),
+                    finish_reason=response.finish_reason.value,
+                    policy_version=output.policy_version,
+                    row=draw.prompt.row,
+                )
+            )
+            samples.append(
+                Sample(
+                    prompt=draw.prompt.text,
+                    response=decode_response(self._tokenizer, response.tokens),
+                    answer=draw.prompt.answer,
+                    finish_reason=response.finish_reason.value,
+                    source=draw.prompt.source,
+                    extra=draw.prompt.extra,
+                )
+            )
+        return FinishedGroup(sequences=sequences, samples=ray.put(samples))
+
+    async def pack(self, shards: list[list[int]]) -> list[Any]:
+        """Put this engine's part of every shard into the object store (None where it has none); forget the rest."""
+        pieces = []
+        for wanted in shards:
+            mine = [sequence_id for sequence_id in wanted if sequence_id in self._stored]
+            pieces.append(ray.put(self._pack(mine)) if mine else None)
+        self._stored.clear()
+        return pieces
+
+    def _pack(self, sequence_ids: list[int]) -> RolloutBatch:
+        stored = [self._stored[sequence_id] for sequence_id in sequence_ids]
+        tokens = [token for sequence in stored for token in (*sequence.prompt, *sequence.response)]
+        log_probs = [value for sequence in stored for value in (*(0.0,) * len(sequence.prompt), *sequence.log_probs)]
+        parts = [length for sequence in stored for length in (len(sequence.prompt), len(sequence.response))]
+        batch = RolloutBatch(
+            offsets=offsets_of([len(sequence.prompt) + len(sequence.response) for sequence in stored]),
+            tokens=np.array(tokens, dtype=np.int32),
+            response_mask=np.repeat(np.tile(np.array([False, True]), len(stored)), parts),
+            rollout_log_probs=np.array(log_probs, dtype=np.float32),
+            sequence_ids=np.array(sequence_ids, dtype=np.int64),
+            group_ids=np.array([sequence.group_id for sequence in stored], dtype=np.int64),
+        )
+        batch.validate()
+        return batch
+
+    async def join_weight_group(self, group: WeightGroup) -> None:
+        """Join the weight group of one pipeline stage."""
+        await self._engine.join_weight_group(group)
+
+    async def receive_weights(self, stages: Any, version: int) -> None:
+        """Receive all buckets of all stages as `version`."""
+        from megappo.weight_sync.push import push_weights
+
+        await push_weights([self._engine], stages, version=version, timeout_s=self.config.weight_sync.timeout_s)
+
+    async def sleep(self) -> None:
+        """Release what the engine can release."""
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """Take it back."""
+        await self._engine.wake()
+
+    async def stop(self) -> None:
+        """End the engine."""
+        await asyncio.wait_for(self._engine.stop(), timeout=8.0)

@@ -1,0 +1,160 @@
+"""All rollout engines as one client: prompts are dealt over them, groups come back as they finish."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megappo.batch.refs import Ref
+from megappo.cluster.placement import Slot
+from megappo.cluster.rollout_host import HostSpec, RolloutHost
+from megappo.cluster.runtime import Call, describe_failure, gather
+from megappo.config.rollout import SamplingConfig
+from megappo.config.run import RunConfig
+from megappo.controller.ports import Draw, FinishedGroup, Shard
+from megappo.rollout.engine import WeightGroup
+
+
+class _DeviceHolder:
+    """Keeps a device of a multi-device engine reserved and tells its id."""
+
+    def device_ids(self) -> list[str]:
+        return ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+
+
+class RolloutPool:
+    """The engines of a run (port: RolloutClient)."""
+
+    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], device: str, log_dir: Path) -> None:
+        self._config = config
+        self._log_paths: list[Path] = []
+        self._hosts: list[Any] = []
+        self._places: list[str] = []
+        self._holders: list[Any] = []
+        width = config.rollout.tensor
+        for index in range(config.rollout.num_engines):
+            mine = slots[index * width : (index + 1) * width]
+            engine_log = log_dir / f"engine-{index}.log"
+            spec = HostSpec(
+                index=index,
+                log_path=log_dir / f"rollout-{index}.log",
+                engine_log_path=engine_log,
+                device=device,
+                visible_devices=self._reserve(mine) if device == "cuda" else [],
+            )
+            self._log_paths.append(engine_log)
+            self._places.append("starting")
+            self._hosts.append(ray.remote(RolloutHost).options(**mine[0].options()).remote(spec, config))
+
+    def _reserve(self, slots: Sequence[Slot]) -> list[str]:
+        """Hold all devices of one engine; returns their ids."""
+        holders = [ray.remote(_DeviceHolder).options(**slot.options()).remote() for slot in slots[1:]]
+        probe = ray.remote(_DeviceHolder).options(**slots[0].options()).remote()
+        ids = [ids[0] for ids in ray.get([holder.device_ids.remote() for holder in (probe, *holders)])]
+        ray.kill(probe)
+        self._holders += holders
+        return ids
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all engines in a weight group."""
+        return self._config.rollout.tensor * len(self._hosts)
+
+    def calls(self, method: str, *args: Any) -> list[Call]:
+        """Start one method on every engine host."""
+        return [self.call(index, method, *args) for index in range(len(self._hosts))]
+
+    def call(self, index: int, method: str, *args: Any) -> Call:
+        """Start one method on one engine host."""
+        ref = getattr(self._hosts[index], method).remote(*args)
+        return Call(ref=ref, worker=self._name(index), log_path=self._log_paths[index])
+
+    def _name(self, index: int) -> str:
+        return f"rollout engine {index} ({self._places[index]})"
+
+    def start(self) -> list[Call]:
+        """Start all engines; returns the calls to wait for."""
+        timeout_s = self._config.cluster.start_timeout_s
+        self._places = gather(self.calls("identity"), phase="start", timeout_s=timeout_s)
+        return self.calls("start")
+
+    def generate(self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int) -> Iterator[FinishedGroup]:
+        """Deal the draws over the engines and yield groups as they finish.
+
+        Raises:
+            EngineError: an engine died, raised, or yielded nothing for rollout.request_timeout_s.
+        """
+        streams: dict[Any, int] = {}
+        for index, host in enumerate(self._hosts):
+            mine = list(draws[index :: len(self._hosts)])
+            if mine:
+                stream = host.generate.options(num_returns="streaming").remote(mine, sampling, seed + index)
+                streams[stream] = index
+        # The engine's own deadline comes first and says more; this one catches a host that answers nothing at all.
+        timeout_s = self._config.rollout.request_timeout_s + 30.0
+        while streams:
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=timeout_s)
+            if not ready:
+                worker = ", ".join(self._name(index) for index in streams.values())
+                error = TimeoutError(f"no group finished within {timeout_s:.0f} s")
+                raise self._failure(error, next(iter(streams.values())), worker)
+            stream = ready[0]
+            index = streams[stream]
+            try:
+                yield ray.get(next(stream))
+            except StopIteration:
+                del streams[stream]
+            except ray.exceptions.RayError as error:
+                raise self._failure(error, index, self._name(index)) from None
+
+    def _failure(self, error: Exception, index: int, worker: str) -> Exception:
+        return describe_failure(error, worker=worker, phase="generate", log_path=self._log_paths[index])
+
+    def pack(self, shards: Sequence[Sequence[int]]) -> list[Shard]:
+        """Cut the sampled sequences into shards; the engines forget them."""
+        wanted = [list(shard) for shard in shards]
+        per_engine = gather(self.calls("pack", wanted), phase="pack", timeout_s=self._config.rollout.request_timeout_s)
+        packed = []
+        for position, sequence_ids in enumerate(wanted):
+            pieces: list[Ref[Any]] = [refs[position] for refs in per_engine if refs[position] is not None]
+            packed.append(Shard(sequence_ids=sequence_ids, pieces=pieces))
+        return packed
+
+    def join_weight_group(self, *, name: str, address: str, port: int, backend: str) -> list[Call]:
+        """Have all engines join a weight group whose rank 0 is a trainer; returns the calls to wait for."""
+        width = self._config.rollout.tensor
+        return [
+            self.call(
+                index,
+                "join_weight_group",
+                WeightGroup(
+                    name=name,
+                    address=address,
+                    port=port,
+                    world_size=1 + self.num_ranks,
+                    rank_offset=1 + index * width,
+                    backend=backend,
+                ),
+            )
+            for index in range(len(self._hosts))
+        ]
+
+    def process_ids(self) -> list[list[int]]:
+        """Return, per engine, the process ids of its host and everything it started."""
+        return gather(self.calls("process_ids"), phase="process_ids", timeout_s=30.0)
+
+    def sleep(self) -> None:
+        """Release engine memory for training."""
+        gather(self.calls("sleep"), phase="sleep", timeout_s=self._config.weight_sync.timeout_s)
+
+    def wake(self) -> None:
+        """Take it back."""
+        gather(self.calls("wake"), phase="wake", timeout_s=self._config.weight_sync.timeout_s)
+
+    def stop(self) -> None:
+        """End all engines; a host that does not answer is killed with its engine."""
+        stops = [host.stop.remote() for host in self._hosts]
+        ray.wait(stops, num_returns=len(stops), timeout=8.0)
+        for worker in (*self._hosts, *self._holders):
+            ray.kill(worker)

@@ -1,0 +1,139 @@
+"""All processes of a run: started in parallel, named while they start, ended together."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import ray
+
+from megappo.algo.advantages import needs_values
+from megappo.cluster.groups import ActorGroup, CriticGroup
+from megappo.cluster.placement import Placement
+from megappo.cluster.reward_pool import RewardPool
+from megappo.cluster.rollout_pool import RolloutPool
+from megappo.cluster.runtime import gather, start_ray
+from megappo.cluster.weight_sync import BroadcastWeightSync
+from megappo.config.run import RunConfig
+from megappo.device.backend import Backend
+
+Report = Callable[[str], None]
+
+
+class Session:
+    """Ray and the worker processes of one command. Use as a context manager: leaving ends every process.
+
+    Attributes exist once the matching `start_*` returned.
+    """
+
+    actor: ActorGroup
+    critic: CriticGroup | None = None
+    rollout: RolloutPool
+    reward: RewardPool
+    weight_sync: BroadcastWeightSync
+
+    def __init__(self, config: RunConfig, *, backend: Backend, log_dir: Path, report: Report) -> None:
+        self._config = config
+        self._backend = backend
+        self._log_dir = log_dir.resolve()
+        self._report = report
+        self._started: list[ActorGroup | CriticGroup | RolloutPool | RewardPool] = []
+        self._own_ray = False
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start_training(self) -> None:
+        """Start everything that `megappo train` needs: engines first, since they take longest."""
+        config = self._config
+        roles = self._roles()
+        placement = self._reserve(roles)
+        timeout_s = config.cluster.start_timeout_s
+        engine_ranks = config.rollout.num_engines * config.rollout.tensor
+        self._report(f"starting {config.rollout.num_engines} {config.rollout.engine} engine(s): about 30 s on a CPU")
+        self.rollout = RolloutPool(
+            config,
+            slots=placement.slots("rollout", engine_ranks),
+            device=self._backend.kind,
+            log_dir=self._log_dir,
+        )
+        self._started.append(self.rollout)
+        engines = self.rollout.start()
+        reward_slots = placement.slots("reward", config.reward.workers) if "reward" in roles else []
+        self.reward = RewardPool(config, slots=reward_slots, log_dir=self._log_dir)
+        self._started.append(self.reward)
+        rewards = self.reward.start()
+        trainers = self._make_actor(placement).start()
+        if "critic" in roles:
+            slots = placement.slots("critic", config.cluster.pools[config.cluster.critic])
+            self.critic = CriticGroup(config, slots=slots, log_dir=self._log_dir, timeout_s=timeout_s)
+            self._started.append(self.critic)
+            trainers += self.critic.start()
+        gather([*rewards, *trainers], phase="start", timeout_s=timeout_s)
+        self._report("training workers are up; waiting for the engines")
+        gather(engines, phase="start", timeout_s=config.rollout.start_timeout_s + 30.0)
+        self._report("engines are up; joining the weight groups")
+        self.weight_sync = BroadcastWeightSync(
+            config, actor=self.actor, rollout=self.rollout, backend=self._backend.dist_backend
+        )
+
+    def start_actor(self) -> None:
+        """Start the actor alone (supervised fine-tuning)."""
+        placement = self._reserve({"actor": self._config.cluster.actor})
+        calls = self._make_actor(placement).start()
+        gather(calls, phase="start", timeout_s=self._config.cluster.start_timeout_s)
+
+    def _make_actor(self, placement: Placement) -> ActorGroup:
+        cluster = self._config.cluster
+        parallelism = self._config.actor.parallelism
+        self._report(f"starting the actor: tensor {parallelism.tensor}, pipeline {parallelism.pipeline}")
+        slots = placement.slots("actor", cluster.pools[cluster.actor])
+        self.actor = ActorGroup(
+            self._config, slots=slots, log_dir=self._log_dir, timeout_s=self._config.cluster.call_timeout_s
+        )
+        self._started.append(self.actor)
+        return self.actor
+
+    def _roles(self) -> dict[str, str]:
+        """Return the roles that take devices, with their pools."""
+        cluster = self._config.cluster
+        roles = {"actor": cluster.actor, "rollout": cluster.rollout}
+        if needs_values(self._config.algorithm):
+            roles["critic"] = cluster.critic
+        if self._config.reward.model_path is not None:
+            roles["reward"] = cluster.reward
+        return roles
+
+    def _reserve(self, roles: dict[str, str]) -> Placement:
+        """Start Ray and reserve the pools of the roles."""
+        cluster = self._config.cluster
+        self._report("starting Ray" if cluster.address is None else f"connecting to Ray at {cluster.address}")
+        start_ray(cluster, num_cpus=sum(cluster.pools[pool] for pool in set(roles.values())))
+        self._own_ray = True
+        return Placement(cluster, roles=roles, gpu=self._backend.kind == "cuda")
+
+    def close(self) -> None:
+        """End every process that was started, within about ten seconds; safe to call twice."""
+        children = psutil.Process().children(recursive=True)
+        for part in reversed(self._started):
+            part.stop()
+        self._started = []
+        if self._own_ray:
+            ray.shutdown()
+            self._own_ray = False
+        _end(children, grace_s=2.0)
+
+
+def _end(processes: list[psutil.Process], *, grace_s: float) -> None:
+    """Kill what is still alive after `grace_s` (Ray's own processes end by themselves in that time)."""
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    psutil.wait_procs(alive, timeout=grace_s)

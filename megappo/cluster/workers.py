@@ -1,0 +1,257 @@
+"""Training processes: thin shells that fetch their shards, call the trainer and put results into the object store.
+
+Every rank of a group gets the same call. Ranks of one data-parallel rank work on the same shards; only the output
+rank (last pipeline stage, first tensor rank) returns results, the others return None.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megappo.batch.fields import concat, empty, select
+from megappo.batch.requests import UpdateRequest
+from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.cluster.runtime import describe_process
+from megappo.config.run import RunConfig
+from megappo.observability.logging import redirect_process_output
+from megappo.observability.metrics import Metrics
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WorkerSpec:
+    """Who a training process is."""
+
+    role: str
+    """actor or critic."""
+    rank: int
+    world_size: int
+    log_path: Path
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ShardCall:
+    """One shard as a worker receives it."""
+
+    sequence_ids: list[int]
+    # Any: Ray object references, opened by the worker.
+    pieces: list[Any]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BatchCall:
+    """What every experience call of one rank names: its shards."""
+
+    shards: list[ShardCall]
+
+
+class TrainingWorker:
+    """Base of actor and critic processes."""
+
+    def __init__(self, spec: WorkerSpec, config: RunConfig) -> None:
+        redirect_process_output(spec.log_path)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self.spec = spec
+        self.config = config
+        self._shards: dict[tuple[int, ...], RolloutBatch] = {}
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Return this node's address and a free port on it."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def device_ids(self) -> list[str]:
+        """Return the accelerator ids that Ray gave this process (none on CPU)."""
+        return ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+
+    def identity(self) -> str:
+        """Return where this process runs."""
+        return describe_process()
+
+    def _connect(self, address: str, port: int, parallelism: Any) -> Any:
+        """Join the group's world and build its Megatron parallel state; returns the back end."""
+        from megappo.device.backend import resolve_backend
+        from megappo.device.process_group import init_distributed, init_model_parallel
+
+        backend = resolve_backend(self.config.cluster.device)
+        backend.prepare_megatron()
+        init_distributed(
+            rank=self.spec.rank,
+            world_size=self.spec.world_size,
+            address=address,
+            port=port,
+            backend=backend,
+            timeout_s=self.config.cluster.start_timeout_s,
+        )
+        init_model_parallel(parallelism, seed=self.config.seed)
+        return backend
+
+    def _load(self, call: BatchCall) -> RolloutBatch:
+        """Return this rank's sequences, shard after shard. The shards of the current step are kept in memory."""
+        wanted = {tuple(shard.sequence_ids): shard for shard in call.shards}
+        self._shards = {key: batch for key, batch in self._shards.items() if key in wanted}
+        for key, shard in wanted.items():
+            if key not in self._shards:
+                pieces = ray.get(shard.pieces) or [empty(RolloutBatch)]
+                self._shards[key] = _in_order(concat(pieces), shard.sequence_ids)
+        return concat([self._shards[key] for key in wanted])
+
+
+def _in_order(batch: RolloutBatch, sequence_ids: Sequence[int]) -> RolloutBatch:
+    position = {int(sequence_id): index for index, sequence_id in enumerate(batch.sequence_ids)}
+    return select(batch, [position[sequence_id] for sequence_id in sequence_ids])
+
+
+def split_by_shard(field: TokenField, call: BatchCall) -> list[Any]:
+    """Cut a rank's result at its shard borders and put each part into the object store."""
+    refs, start = [], 0
+    for shard in call.shards:
+        stop = start + len(shard.sequence_ids)
+        refs.append(ray.put(select(field, np.arange(start, stop))))
+        start = stop
+    return refs
+
+
+class CriticWorker(TrainingWorker):
+    """One rank of the critic."""
+
+    def setup(self, address: str, port: int) -> None:
+        """Join the world, build the model and load its weights."""
+        from megappo.train.critic import CriticTrainer
+
+        config = self.config
+        backend = self._connect(address, port, config.critic.parallelism)
+        self.trainer = CriticTrainer(config, backend=backend)
+
+    def compute_values(self, call: BatchCall, micro_batches: list[list[int]]) -> tuple[list[Any], Metrics] | None:
+        """Values of this rank's sequences, one reference per shard."""
+        values, metrics = self.trainer.compute_values(self._load(call), micro_batches)
+        return None if values is None else (split_by_shard(values, call), metrics)
+
+    def update(self, experience: list[Any], request: UpdateRequest) -> Metrics:
+        """Run the update phase on this rank's experience."""
+        return self.trainer.update(concat(ray.get(experience)), request)
+
+    def save(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint."""
+        self.trainer.save(folder)
+
+    def load(self, folder: str) -> None:
+        """Read this rank's part of a checkpoint."""
+        self.trainer.load(folder)
+
+
+class ActorWorker(TrainingWorker):
+    """One rank of the actor; also holds the reference policy and, on output ranks, does the experience maths."""
+
+    def setup(self, address: str, port: int) -> None:
+        """Join the world, build the model and load its weights."""
+        from megappo.train.actor import ActorTrainer
+
+        backend = self._connect(address, port, self.config.actor.parallelism)
+        self.trainer = ActorTrainer(self.config, backend=backend)
+        self._backend = backend
+
+    def compute_log_probs(
+        self, call: BatchCall, micro_batches: list[list[int]], *, reference: bool
+    ) -> tuple[list[Any], Metrics] | None:
+        """Log-probs of this rank's sequences, one reference per shard."""
+        from megappo.algo.diagnostics import compare_log_probs
+
+        batch = self._load(call)
+        log_probs, metrics = self.trainer.compute_log_probs(batch, micro_batches, reference=reference)
+        if log_probs is None:
+            return None
+        if not reference:
+            metrics = metrics | compare_log_probs(log_probs, batch)
+        return split_by_shard(log_probs, call), metrics
+
+    def compute_token_rewards(self, call: BatchCall, *, kl_coef: float, **per_shard: Any) -> list[tuple[Any, Any]]:
+        """Token rewards, shard by shard: (reference of the TokenField, RewardTotals)."""
+        from megappo.algo.experience import compute_token_rewards
+
+        results = []
+        for index, shard in enumerate(call.shards):
+            arguments = {name: _open(values, index) for name, values in per_shard.items()}
+            field, totals = compute_token_rewards(
+                self._shard(call, shard), algorithm=self.config.algorithm, kl_coef=kl_coef, **arguments
+            )
+            results.append((ray.put(field), totals))
+        return results
+
+    def build_experience(self, call: BatchCall, **per_shard: Any) -> list[tuple[Any, Any]]:
+        """Experience, shard by shard: (reference of the Experience, ExperienceTotals)."""
+        from megappo.algo.experience import build_experience
+
+        results = []
+        for index, shard in enumerate(call.shards):
+            arguments = {name: _open(values, index) for name, values in per_shard.items()}
+            experience, totals = build_experience(
+                self._shard(call, shard), algorithm=self.config.algorithm, **arguments
+            )
+            results.append((ray.put(experience), totals))
+        return results
+
+    def _shard(self, call: BatchCall, shard: ShardCall) -> RolloutBatch:
+        self._load(call)
+        return self._shards[tuple(shard.sequence_ids)]
+
+    def update(self, experience: list[Any], request: UpdateRequest) -> Metrics:
+        """Run the update phase on this rank's experience."""
+        batch: Experience = concat(ray.get(experience))
+        return self.trainer.update(batch, request)
+
+    def weight_manifest(self, bucket_bytes: int) -> Any:
+        """Return (whether this rank sends, its pipeline stage, the buckets it will send, in order)."""
+        from megappo.models.export import plan_export
+
+        return plan_export(self.trainer.chunks, bucket_bytes)
+
+    def join_weight_group(self, name: str, address: str, port: int, world_size: int) -> None:
+        """Join a weight group as its source (rank 0)."""
+        from megappo.weight_sync.broadcast import BroadcastSender
+
+        self._sender = BroadcastSender(
+            name=name,
+            address=address,
+            port=port,
+            world_size=world_size,
+            backend=self._backend.dist_backend,
+            timeout_s=self.config.weight_sync.timeout_s,
+        )
+
+    def send_weights(self, bucket_bytes: int) -> int:
+        """Send this stage's weights bucket by bucket; returns bytes sent. All tensor ranks of the stage take part."""
+        sent = 0
+        for bucket, flat in self.trainer.export_buckets(bucket_bytes):
+            if hasattr(self, "_sender"):
+                self._sender.send(flat)
+                sent += bucket.num_bytes
+        return sent
+
+    def save_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder (all ranks take part)."""
+        self.trainer.save_hf(folder)
+
+    def save(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint."""
+        self.trainer.save(folder)
+
+    def load(self, folder: str) -> None:
+        """Read this rank's part of a checkpoint."""
+        self.trainer.load(folder)
+
+
+def _open(values: Sequence[Any] | None, index: int) -> Any:
+    """Return entry `index`, opened if it is an object reference; None stays None."""
+    if values is None:
+        return None
+    value = values[index]
+    return ray.get(value) if isinstance(value, ray.ObjectRef) else value

@@ -1,0 +1,88 @@
+"""Rules about files that a run starts from."""
+
+import glob
+from pathlib import Path
+
+from megappo.config import layout_rules
+from megappo.config.model_shape import ModelShape, folder_shape
+from megappo.config.run import RunConfig
+from megappo.errors import Violation
+
+
+def model_folders_fit(config: RunConfig) -> list[Violation]:
+    """Every model folder exists, and its sizes suit the layout and the longest sequence."""
+    violations: list[Violation] = []
+    shape = _read_shape("model.path", config.model.path, _missing_model_remedy(config), violations)
+    if shape is not None:
+        violations += layout_rules.layout_divides_model(config, shape, role="actor")
+        violations += layout_rules.sequences_fit_positions(config, shape)
+    if not layout_rules.needs_critic(config):
+        return violations
+    if config.critic.path is not None:
+        remedy = "give a Hugging Face folder, or null to start from model.path"
+        shape = _read_shape("critic.path", config.critic.path, remedy, violations)
+    if shape is not None:
+        violations += layout_rules.layout_divides_model(config, shape, role="critic")
+    return violations
+
+
+def _missing_model_remedy(config: RunConfig) -> str:
+    if is_made_by_sft(config):
+        return "run `megappo sft` with the same experiment first, for example `megappo sft experiment=quickstart`"
+    return "give a Hugging Face folder: model.path=FOLDER"
+
+
+def is_made_by_sft(config: RunConfig) -> bool:
+    """Whether the starting model is the one that `megappo sft` writes under this configuration."""
+    return bool(config.model.path) and Path(config.model.path) == Path(config.sft.output) / "model"
+
+
+def _read_shape(key: str, folder: str, remedy: str, violations: list[Violation]) -> ModelShape | None:
+    path = Path(folder)
+    if not folder or not path.is_dir():
+        rule = "is not a folder that exists"
+    elif not (path / "config.json").is_file():
+        rule = "holds no config.json"
+    else:
+        try:
+            return folder_shape(path)
+        except (OSError, ValueError) as error:
+            rule = f"has a config.json that cannot be used: {error}"
+    violations.append(Violation(key=key, value=folder or "''", rule=rule, remedy=remedy))
+    return None
+
+
+def data_files_exist(config: RunConfig) -> list[Violation]:
+    """The files of the data sources are there (a pattern matches at least one)."""
+    violations: list[Violation] = []
+    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
+        if source is None or source.kind not in ("jsonl", "parquet") or not source.path:
+            continue
+        if not glob.glob(source.path):
+            violations.append(
+                Violation(
+                    key=f"data.{name}.path",
+                    value=source.path,
+                    rule="matches no file",
+                    remedy=f"paths are relative to {Path.cwd()}",
+                )
+            )
+    return violations
+
+
+def reward_model_folder_exists(config: RunConfig) -> list[Violation]:
+    """The reward model's folder is there."""
+    folder = config.reward.model_path
+    if config.reward.name != "model" or not folder or (Path(folder) / "config.json").is_file():
+        return []
+    remedy = "give a Hugging Face folder of a sequence-classification model"
+    return [Violation(key="reward.model_path", value=folder, rule="is not a folder with a config.json", remedy=remedy)]
+
+
+def checkpoint_to_resume_exists(config: RunConfig) -> list[Violation]:
+    """A checkpoint named by path is there."""
+    resume = config.trainer.resume
+    if "/" not in resume or Path(resume).is_dir():
+        return []
+    remedy = "give a checkpoint folder, or auto for the newest of this run"
+    return [Violation(key="trainer.resume", value=resume, rule="is not a folder that exists", remedy=remedy)]

@@ -1,0 +1,179 @@
+"""Rules about devices: pools, the layout of each model over its pool, and the model's sizes."""
+
+from collections.abc import Iterator
+
+from megappo.config.model_shape import ModelShape
+from megappo.config.parallelism import ParallelismConfig
+from megappo.config.run import RunConfig
+from megappo.errors import Violation
+
+
+def needs_critic(config: RunConfig) -> bool:
+    """Whether the shipped estimator that is configured reads values (one from outside the package may, too)."""
+    name = config.algorithm.advantage.name
+    return name == "gae" or ":" in name
+
+
+def trained_models(config: RunConfig) -> Iterator[tuple[str, ParallelismConfig, str]]:
+    """Yield (role, layout, pool) of every model that this run trains."""
+    yield "actor", config.actor.parallelism, config.cluster.actor
+    if needs_critic(config):
+        yield "critic", config.critic.parallelism, config.cluster.critic
+
+
+def roles(config: RunConfig) -> list[str]:
+    """Return the roles that this run places on a pool."""
+    used = ["actor", "rollout"]
+    if needs_critic(config):
+        used.append("critic")
+    if config.reward.name == "model":
+        used.append("reward")
+    return used
+
+
+def pool_of_each_role_exists(config: RunConfig) -> list[Violation]:
+    """Every role names a pool of cluster.pools."""
+    pools = config.cluster.pools
+    return [
+        Violation(
+            key=f"cluster.{role}",
+            value=getattr(config.cluster, role),
+            rule="is not a pool of cluster.pools",
+            remedy=f"use one of {', '.join(pools)}, or add it with its number of devices" if pools else "add a pool",
+        )
+        for role in roles(config)
+        if getattr(config.cluster, role) not in pools
+    ]
+
+
+def model_fits_its_pool(config: RunConfig) -> list[Violation]:
+    """tensor * pipeline * context divides the pool's devices; what is left is data parallelism."""
+    violations: list[Violation] = []
+    for role, layout, pool in trained_models(config):
+        devices = config.cluster.pools.get(pool)
+        if not devices or layout.model_size <= 0 or devices % layout.model_size == 0:
+            continue
+        product = f"tensor {layout.tensor} * pipeline {layout.pipeline} * context {layout.context}"
+        if layout.model_size > devices:
+            rule = f"({product} ranks) is more than the {devices} devices of pool {pool!r}"
+        else:
+            rule = f"({product}) must divide the {devices} devices of pool {pool!r}"
+        remedy = f"make the product one of {divisors(devices)}, or change cluster.pools.{pool}"
+        violations.append(Violation(key=f"{role}.parallelism", value=layout.model_size, rule=rule, remedy=remedy))
+    return violations
+
+
+def experts_fit_their_pool(config: RunConfig) -> list[Violation]:
+    """expert * expert_tensor * pipeline divides the pool's devices."""
+    violations: list[Violation] = []
+    for role, layout, pool in trained_models(config):
+        devices = config.cluster.pools.get(pool)
+        product = layout.expert * layout.expert_tensor * layout.pipeline
+        if layout.expert <= 1 or layout.expert_tensor <= 0 or not devices or product <= 0 or devices % product == 0:
+            continue
+        violations.append(
+            Violation(
+                key=f"{role}.parallelism.expert",
+                value=layout.expert,
+                rule=f"times expert_tensor {layout.expert_tensor} and pipeline {layout.pipeline} must divide "
+                f"the {devices} devices of pool {pool!r}",
+                remedy=f"make the product one of {divisors(devices)}",
+            )
+        )
+    return violations
+
+
+def engines_fit_their_pool(config: RunConfig) -> list[Violation]:
+    """All rollout engines together need no more devices than their pool has."""
+    devices = config.cluster.pools.get(config.cluster.rollout)
+    needed = config.rollout.num_engines * config.rollout.tensor
+    if not devices or needed <= devices:
+        return []
+    return [
+        Violation(
+            key="rollout.num_engines",
+            value=config.rollout.num_engines,
+            rule=f"times rollout.tensor {config.rollout.tensor} is more than the {devices} devices "
+            f"of pool {config.cluster.rollout!r}",
+            remedy=f"use fewer engines, or set cluster.pools.{config.cluster.rollout}={needed}",
+        )
+    ]
+
+
+def sequence_parallel_needs_tensor_parallel(config: RunConfig) -> list[Violation]:
+    """Sequence parallelism splits over the tensor-parallel ranks, so there must be several."""
+    return [
+        Violation(
+            key=f"{role}.parallelism.sequence",
+            value=True,
+            rule=f"needs {role}.parallelism.tensor > 1",
+            remedy=f"set {role}.parallelism.tensor=2 or {role}.parallelism.sequence=false",
+        )
+        for role, layout, _ in trained_models(config)
+        if layout.sequence and layout.tensor <= 1
+    ]
+
+
+def virtual_pipeline_needs_stages(config: RunConfig) -> list[Violation]:
+    """The interleaved schedule needs several stages and several chunks on each."""
+    return [
+        Violation(
+            key=f"{role}.parallelism.virtual_pipeline",
+            value=layout.virtual_pipeline,
+            rule=f"must be at least 2 and needs {role}.parallelism.pipeline > 1",
+            remedy=f"set {role}.parallelism.virtual_pipeline=null",
+        )
+        for role, layout, _ in trained_models(config)
+        if layout.virtual_pipeline is not None and (layout.pipeline <= 1 or layout.virtual_pipeline <= 1)
+    ]
+
+
+def layout_divides_model(config: RunConfig, shape: ModelShape, *, role: str) -> list[Violation]:
+    """Tensor parallelism divides the heads, pipeline stages (and their chunks) divide the layers."""
+    layout = config.actor.parallelism if role == "actor" else config.critic.parallelism
+    key = f"{role}.parallelism"
+    violations: list[Violation] = []
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        size = getattr(shape, name)
+        if layout.tensor > 0 and size % layout.tensor:
+            violations.append(_must_divide(f"{key}.tensor", layout.tensor, f"model.{name}", size))
+    layers = shape.num_hidden_layers
+    chunks = layout.pipeline * (layout.virtual_pipeline or 1)
+    if layout.pipeline > 0 and layers % layout.pipeline:
+        violations.append(_must_divide(f"{key}.pipeline", layout.pipeline, "model.num_hidden_layers", layers))
+    elif chunks > 0 and layers % chunks:
+        violations.append(
+            Violation(
+                key=f"{key}.virtual_pipeline",
+                value=layout.virtual_pipeline,
+                rule=f"times {layout.pipeline} stages must divide model.num_hidden_layers={layers}",
+                remedy=f"use one of {divisors(layers // layout.pipeline)}, or null",
+            )
+        )
+    return violations
+
+
+def sequences_fit_positions(config: RunConfig, shape: ModelShape) -> list[Violation]:
+    """The longest prompt and response together fit into the model's positions."""
+    responses = max(config.rollout.sampling.max_new_tokens, config.rollout.validation.max_new_tokens)
+    positions = shape.max_position_embeddings
+    if positions is None or config.data.max_prompt_tokens + responses <= positions:
+        return []
+    return [
+        Violation(
+            key="data.max_prompt_tokens",
+            value=config.data.max_prompt_tokens,
+            rule=f"plus {responses} new tokens is more than model.max_position_embeddings={positions}",
+            remedy=f"use at most {max(positions - responses, 1)}",
+        )
+    ]
+
+
+def _must_divide(key: str, value: int, name: str, size: int) -> Violation:
+    return Violation(key=key, value=value, rule=f"must divide {name}={size}", remedy=f"use {divisors(size)}")
+
+
+def divisors(number: int) -> str:
+    """Return the divisors of a positive number in words: `1, 2 or 4`."""
+    found = [str(candidate) for candidate in range(1, number + 1) if number % candidate == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -1,0 +1,93 @@
+"""Rules between keys. Each is a function named for the rule that returns the violations it finds; none stops at the
+first. `megappo config` checks what needs no file system (`check_config`); a run adds `check_files`.
+
+To add one: write the function beside those of its kind (`value_rules`, `layout_rules`, `file_rules`) and list it here.
+"""
+
+from megappo.config import file_rules, layout_rules, value_rules
+from megappo.config.model_shape import random_model_shape
+from megappo.config.run import RunConfig
+from megappo.errors import Violation
+
+_CONFIG_RULES = (
+    value_rules.sizes_are_positive,
+    value_rules.amounts_are_not_negative,
+    value_rules.frequencies_are_positive_or_off,
+    value_rules.mini_batch_divides_step,
+    value_rules.training_samples_are_drawn,
+    value_rules.learning_rate_schedules_are_complete,
+    value_rules.resume_is_a_choice_or_path,
+    value_rules.run_name_is_a_folder_name,
+    value_rules.critic_warmup_needs_a_critic,
+    value_rules.sources_are_complete,
+    value_rules.validation_has_prompts,
+    value_rules.model_reward_has_a_model,
+    value_rules.cpu_engine_names_its_cache,
+    layout_rules.pool_of_each_role_exists,
+    layout_rules.model_fits_its_pool,
+    layout_rules.experts_fit_their_pool,
+    layout_rules.engines_fit_their_pool,
+    layout_rules.sequence_parallel_needs_tensor_parallel,
+    layout_rules.virtual_pipeline_needs_stages,
+)
+
+_FILE_RULES = (
+    file_rules.model_folders_fit,
+    file_rules.data_files_exist,
+    file_rules.reward_model_folder_exists,
+    file_rules.checkpoint_to_resume_exists,
+)
+
+
+def check_config(config: RunConfig) -> list[Violation]:
+    """Return the broken rules that can be seen without reading a file."""
+    violations = [violation for rule in _CONFIG_RULES for violation in rule(config)]
+    return violations + random_model_fits(config)
+
+
+def random_model_fits(config: RunConfig) -> list[Violation]:
+    """The model that `megappo sft` makes suits its own layout, and that of the run that starts from it."""
+    if config.sft.random_model is None:
+        return []
+    shape = random_model_shape(config.sft.random_model)
+    violations = layout_rules.layout_divides_model(config, shape, role="actor")
+    violations += layout_rules.sequences_fit_positions(config, shape)
+    if layout_rules.needs_critic(config) and config.critic.path is None and file_rules.is_made_by_sft(config):
+        violations += layout_rules.layout_divides_model(config, shape, role="critic")
+    return violations
+
+
+def check_files(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about the files that a training run reads."""
+    return [violation for rule in _FILE_RULES for violation in rule(config)]
+
+
+def check_sft_files(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about the files that `megappo sft` reads."""
+    violations = file_rules.data_files_exist(config)
+    if config.sft.random_model is None:
+        violations += file_rules.model_folders_fit(config)
+    return violations
+
+
+def start_up_notes(config: RunConfig) -> list[str]:
+    """Return one line for each legal setting that is likely a mistake or worth knowing."""
+    notes: list[str] = []
+    algorithm, batching, sampling = config.algorithm, config.batching, config.rollout.sampling
+    if batching.samples_per_prompt == 1 and algorithm.advantage.name in GROUP_ESTIMATORS:
+        notes.append(
+            f"batching.samples_per_prompt=1: {algorithm.advantage.name} compares the samples of one prompt, "
+            "so every advantage is 0 and nothing is learned"
+        )
+    if algorithm.kl.in_reward.coef > 0 and algorithm.kl.in_loss.coef > 0:
+        notes.append("algorithm.kl: the KL to the reference counts twice, in the reward and in the loss")
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        notes.append(
+            "rollout.sampling.top_p/top_k cut the distribution that samples come from; log-probs are those of the "
+            "full vocabulary, and no log-prob difference shows it"
+        )
+    return notes
+
+
+GROUP_ESTIMATORS = frozenset({"grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl"})
+"""Shipped estimators whose advantage of a sample that is alone in its group is 0."""

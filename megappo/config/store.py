@@ -1,0 +1,224 @@
+"""Command-line overrides and YAML files -> RunConfig, by Hydra's compose API.
+
+The only module here that knows Hydra. Nothing is written, the working directory stays, and no DictConfig leaves it.
+`group=choice` picks a file of a group (`rollout=hf`, `experiment=quickstart`); `key=value` sets one value afterwards.
+A value given for a whole map (`cluster.pools={a: 1, b: 1}`) replaces the map.
+"""
+
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megappo.config import schema
+from megappo.config.rules import check_config
+from megappo.config.run import RunConfig
+from megappo.errors import ConfigError, Violation
+
+Rule = Callable[[RunConfig], list[Violation]]
+
+
+def config_folder() -> Path:
+    """Return the folder of the YAML files: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parent / "configs"
+    return checkout if (checkout / "run.yaml").is_file() else package / "configs"
+
+
+def load_run_config(overrides: Sequence[str], *, rules: Sequence[Rule] = (check_config,)) -> RunConfig:
+    """Compose, resolve and check a run configuration.
+
+    Args:
+        overrides: as on the command line: `experiment=quickstart`, `trainer.total_steps=20`.
+        rules: checks of the composed configuration; `megappo train` adds those that read files.
+
+    Raises:
+        ConfigError: with every violation found: overrides, types, missing values and broken rules.
+    """
+    composed = _compose(overrides)
+    violations = composed.violations
+    if composed.config is not None:
+        for rule in rules:
+            violations.extend(found for found in rule(composed.config) if found not in violations)
+    if violations or composed.config is None:
+        raise ConfigError(violations)
+    return composed.config
+
+
+def resolved_yaml(config: RunConfig) -> str:
+    """Return the whole configuration as YAML; enums as their names."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+@dataclass(slots=True)
+class _Composed:
+    """What became of the overrides: a configuration without the faulty ones (None: nothing worth checking)."""
+
+    config: RunConfig | None = None
+    violations: list[Violation] = field(default_factory=list[Violation])
+
+
+def _compose(overrides: Sequence[str]) -> _Composed:
+    composed = _Composed()
+    parsed = [override for text in overrides if (override := _parse(text, composed.violations)) is not None]
+    groups = [override for override in parsed if _is_group(override)]
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+    with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
+        tree = _compose_groups(groups, composed.violations)
+    groups_are_sound = tree is not None
+    tree = tree if tree is not None else cast(DictConfig, OmegaConf.structured(RunConfig))
+    OmegaConf.set_struct(tree, False)
+    for override in parsed:
+        if not _is_group(override):
+            _apply(tree, override, composed.violations)
+    unresolved = _unresolved(tree)
+    composed.violations.extend(unresolved)
+    if groups_are_sound and not unresolved:
+        composed.config = cast(RunConfig, OmegaConf.to_object(tree))
+    return composed
+
+
+def _parse(text: str, violations: list[Violation]) -> Override | None:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        key, equals, value = text.partition("=")
+        remedy = f"""quote it: '{key}="{value}"'""" if equals else "write key=value or group=choice"
+        violations.append(Violation(key=key, value=value, rule="cannot be read", remedy=remedy))
+        return None
+    if override.is_sweep_override():
+        given = text.partition("=")[2]
+        remedy = f"for a list write [{given}], for text quote it"
+        violations.append(Violation(key=override.key_or_group, value=given, rule="holds several values", remedy=remedy))
+        return None
+    return override
+
+
+def _is_group(override: Override) -> bool:
+    name = override.key_or_group
+    return name.startswith("hydra.") or (isinstance(override.value(), str | None) and (config_folder() / name).is_dir())
+
+
+def _compose_groups(groups: Sequence[Override], violations: list[Violation]) -> DictConfig | None:
+    lines = [cast(str, override.input_line) for override in groups]
+    try:
+        return compose("run", overrides=lines)
+    except (HydraException, OmegaConfBaseException) as error:
+        found = [violation for override in groups if (violation := _bad_choice(override)) is not None]
+        violations.extend(found or [_fault_in_files(error, lines)])
+        return None
+
+
+def _bad_choice(override: Override) -> Violation | None:
+    """Return what is wrong with one group override on its own: a choice that does not exist."""
+    try:
+        compose("run", overrides=[cast(str, override.input_line)])
+    except MissingConfigException as error:
+        options = ", ".join(error.options or [])
+        return Violation(
+            key=override.key_or_group, value=override.value(), rule="is not there", remedy=f"use one of {options}"
+        )
+    except (HydraException, OmegaConfBaseException):
+        return None
+    return None
+
+
+def _fault_in_files(error: Exception, lines: Sequence[str]) -> Violation:
+    """Return the violation for a file that does not fit the schema."""
+    parts = str(error).splitlines()
+    key = next((line.partition("full_key:")[2].strip() for line in parts if "full_key:" in line), "")
+    where = parts[0].partition(":")[0].removeprefix("In ") if isinstance(error, ConfigCompositionException) else ""
+    reason = parts[1] if len(parts) > 1 else parts[0]
+    unknown = bool(key) and schema.annotation_of(key) is None
+    remedy = _did_you_mean(key) if unknown else "compare with `megappo config`"
+    return Violation(
+        key=where or "configuration", value=key or " ".join(lines), rule=f"cannot be composed: {reason}", remedy=remedy
+    )
+
+
+def _apply(tree: DictConfig, override: Override, violations: list[Violation]) -> None:
+    """Set one value, making optional sections on its way. Broken: a violation is added, nothing is set."""
+    key, value = override.key_or_group, override.value()
+    annotation = schema.annotation_of(key)
+    if annotation is None:
+        violations.append(_unknown_key(key, value))
+    elif override.is_delete():
+        violations.append(
+            Violation(key=key, value="~", rule="cannot be removed", remedy=f"it holds {schema.describe(annotation)}")
+        )
+    else:
+        try:
+            _make_sections(tree, key if isinstance(value, dict) else key.rpartition(".")[0])
+            is_map = typing.get_origin(schema.without_none(annotation)) is dict
+            OmegaConf.update(tree, key, value, merge=not is_map)
+        except OmegaConfBaseException as error:
+            violations.append(_wrong_value(key, value, annotation, OmegaConf.select(tree, key), error))
+
+
+def _make_sections(tree: DictConfig, key: str) -> None:
+    """Give optional sections on the path that are null their defaults, so that a key inside can be set."""
+    parts = key.split(".")
+    for depth in range(1, len(parts) + 1):
+        path = ".".join(parts[:depth])
+        annotation = schema.annotation_of(path)
+        section = schema.section_of(annotation)
+        if section is not None and OmegaConf.select(tree, path) is None:
+            OmegaConf.update(tree, path, OmegaConf.structured(section), merge=False)
+
+
+# Any: whatever was written after the equals sign.
+def _unknown_key(key: str, value: Any) -> Violation:
+    return Violation(key=key, value=value, rule="is not a key of the configuration", remedy=_did_you_mean(key))
+
+
+def _did_you_mean(key: str) -> str:
+    near = schema.nearest_keys(key)
+    return f"did you mean {' or '.join(near)}?" if near else "`megappo config` prints all keys"
+
+
+# Any: whatever was written after the equals sign.
+def _wrong_value(key: str, value: Any, annotation: schema.Annotation, now: object, error: Exception) -> Violation:
+    if type(value) in (dict, list):
+        remedy = str(error).splitlines()[0]
+    elif section := schema.section_of(annotation):
+        remedy = f"set one of its keys, such as {key}.{next(iter(schema.field_types(section)))}"
+    else:
+        remedy = f"without this it is {_shown(now)}"
+    return Violation(key=key, value=value, rule=f"must be {schema.describe(annotation)}", remedy=remedy)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    return "null" if value is None else str(value)
+
+
+def _unresolved(tree: DictConfig, prefix: str = "") -> list[Violation]:
+    """Return a violation for every value that must be given and every reference to a key that is not there."""
+    found: list[Violation] = []
+    for name in cast(dict[str, Any], tree):
+        key = f"{prefix}{name}"
+        if OmegaConf.is_missing(tree, name):
+            found.append(Violation(key=key, value="???", rule="must be given", remedy=f"add {key}=..."))
+            continue
+        try:
+            value: object = tree[name]
+        except OmegaConfBaseException as error:
+            text = OmegaConf.to_container(tree, resolve=False)
+            given = cast(dict[str, Any], text)[str(name)]
+            message = str(error).splitlines()[0]
+            found.append(Violation(key=key, value=given, rule="refers to what is not there", remedy=message))
+            continue
+        if isinstance(value, DictConfig) and not OmegaConf.is_interpolation(tree, name):
+            found.extend(_unresolved(value, f"{key}."))
+    return found

@@ -1,0 +1,264 @@
+"""Rules about single values and about values of one section."""
+
+import operator
+from collections.abc import Callable, Sequence
+
+from megappo.config.cluster import DeviceKind
+from megappo.config.layout_rules import needs_critic, roles
+from megappo.config.optim import OptimConfig, ScheduleKind
+from megappo.config.run import RunConfig
+from megappo.errors import Violation
+
+_POSITIVE = (
+    "batching.prompts_per_step batching.samples_per_prompt batching.ppo_epochs batching.mini_batch_prompts "
+    "batching.micro_batch_tokens batching.min_micro_batches "
+    "trainer.total_epochs trainer.total_steps trainer.max_checkpoints "
+    "rollout.num_engines rollout.tensor rollout.sampling.max_new_tokens rollout.validation.max_new_tokens "
+    "rollout.start_timeout_s rollout.request_timeout_s rollout.sglang.max_total_tokens "
+    "rollout.sglang.mem_fraction_static rollout.sglang.max_running_requests "
+    "weight_sync.bucket_bytes weight_sync.timeout_s "
+    "cluster.num_cpus cluster.start_timeout_s cluster.object_store_bytes "
+    "data.max_prompt_tokens data.train.size data.validation.size reward.workers reward.timeout_s "
+    "sft.max_steps sft.batch_size sft.stop_loss "
+    "sft.random_model.hidden_size sft.random_model.ffn_hidden_size sft.random_model.num_layers "
+    "sft.random_model.num_attention_heads sft.random_model.num_key_value_heads "
+    "sft.random_model.max_position_embeddings sft.random_model.vocab_multiple "
+    "sft.random_model.init_std sft.random_model.embedding_std "
+    + " ".join(
+        f"{role}.parallelism.{axis}"
+        for role in ("actor", "critic")
+        for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor", "virtual_pipeline")
+    )
+    + " "
+    + " ".join(f"{role}.optim.{key}" for role in ("actor", "critic", "sft") for key in ("lr", "eps", "decay_steps"))
+).split()
+
+_NOT_NEGATIVE = (
+    "trainer.critic_warmup trainer.num_rollout_samples seed data.train.skip data.validation.skip "
+    "rollout.validation.temperature "
+    + " ".join(
+        f"{role}.optim.{key}"
+        for role in ("actor", "critic", "sft")
+        for key in ("min_lr", "weight_decay", "clip_grad", "warmup_steps", "max_skipped_steps")
+    )
+).split()
+
+_FREQUENCIES = ("trainer.save_freq", "trainer.test_freq")
+
+
+def value_of(config: RunConfig, key: str) -> object:
+    """Return the value at a dotted key; None where an optional section on the way is off."""
+    value: object = config
+    for part in key.split("."):
+        if value is None:
+            return None
+        value = getattr(value, part)
+    return value
+
+
+def sizes_are_positive(config: RunConfig) -> list[Violation]:
+    """Counts, sizes and time limits are above 0 (null where the key admits it)."""
+    violations = _broken(config, _POSITIVE, operator.gt, "must be positive", "use 1 or more")
+    for pool, devices in config.cluster.pools.items():
+        if devices <= 0:
+            violations.append(
+                Violation(key=f"cluster.pools.{pool}", value=devices, rule="must be positive", remedy="use 1 or more")
+            )
+    return violations
+
+
+def amounts_are_not_negative(config: RunConfig) -> list[Violation]:
+    """Numbers of which 0 means none are not below 0."""
+    return _broken(config, _NOT_NEGATIVE, operator.ge, "must not be negative", "use 0 or more")
+
+
+def _broken(
+    config: RunConfig, keys: Sequence[str], holds: Callable[[float, float], bool], rule: str, remedy: str
+) -> list[Violation]:
+    violations: list[Violation] = []
+    for key in keys:
+        value = value_of(config, key)
+        if isinstance(value, int | float) and not holds(value, 0):
+            violations.append(Violation(key=key, value=value, rule=rule, remedy=remedy))
+    return violations
+
+
+def frequencies_are_positive_or_off(config: RunConfig) -> list[Violation]:
+    """A frequency is a number of steps, or -1 for never."""
+    violations: list[Violation] = []
+    for key in _FREQUENCIES:
+        value = value_of(config, key)
+        if isinstance(value, int) and value != -1 and value <= 0:
+            violations.append(
+                Violation(key=key, value=value, rule="must be a positive number of steps", remedy="use -1 for never")
+            )
+    return violations
+
+
+def mini_batch_divides_step(config: RunConfig) -> list[Violation]:
+    """A mini-batch is counted in prompts and divides the prompts of a step."""
+    batching = config.batching
+    size = batching.mini_batch_prompts
+    if size is None or size <= 0 or batching.prompts_per_step <= 0 or batching.prompts_per_step % size == 0:
+        return []
+    samples = batching.samples_per_prompt
+    return [
+        Violation(
+            key="batching.mini_batch_prompts",
+            value=size,
+            rule=f"prompts ({size * samples} sequences) must divide batching.prompts_per_step="
+            f"{batching.prompts_per_step} prompts ({batching.sequences_per_step} sequences; "
+            f"{batching.prompts_per_step} % {size} = {batching.prompts_per_step % size})",
+            remedy="both are counted in prompts; null makes one mini-batch of the whole step",
+        )
+    ]
+
+
+def training_samples_are_drawn(config: RunConfig) -> list[Violation]:
+    """Training samples come from a distribution: temperature above 0, a usable top_p and top_k."""
+    violations: list[Violation] = []
+    if config.rollout.sampling.temperature <= 0:
+        violations.append(
+            Violation(
+                key="rollout.sampling.temperature",
+                value=config.rollout.sampling.temperature,
+                rule="must be above 0: log-probs are those of logits / temperature",
+                remedy="use 1.0; temperature 0 (greedy) is for rollout.validation",
+            )
+        )
+    for section in ("sampling", "validation"):
+        top_p, top_k = value_of(config, f"rollout.{section}.top_p"), value_of(config, f"rollout.{section}.top_k")
+        if isinstance(top_p, float) and not 0 < top_p <= 1:
+            violations.append(
+                Violation(key=f"rollout.{section}.top_p", value=top_p, rule="must be in (0, 1]", remedy="1.0 is off")
+            )
+        if isinstance(top_k, int) and top_k != -1 and top_k <= 0:
+            violations.append(
+                Violation(key=f"rollout.{section}.top_k", value=top_k, rule="must be positive", remedy="-1 is off")
+            )
+    return violations
+
+
+def learning_rate_schedules_are_complete(config: RunConfig) -> list[Violation]:
+    """A falling schedule says when it ends, after its warm-up; the rate does not end above its peak."""
+    violations: list[Violation] = []
+    sections: dict[str, OptimConfig] = {"actor": config.actor.optim, "sft": config.sft.optim}
+    if needs_critic(config):
+        sections["critic"] = config.critic.optim
+    for role, optim in sections.items():
+        falls = optim.schedule is not ScheduleKind.constant
+        if falls and (optim.decay_steps is None or 0 < optim.decay_steps <= optim.warmup_steps):
+            violations.append(
+                Violation(
+                    key=f"{role}.optim.decay_steps",
+                    value=optim.decay_steps,
+                    rule=f"must be given with schedule={optim.schedule.name}, above warmup_steps={optim.warmup_steps}",
+                    remedy="the optimizer step at which min_lr is reached, or schedule=constant",
+                )
+            )
+        if optim.min_lr > optim.lr:
+            violations.append(
+                Violation(
+                    key=f"{role}.optim.min_lr",
+                    value=optim.min_lr,
+                    rule=f"must not be above {role}.optim.lr={optim.lr}",
+                    remedy="use 0",
+                )
+            )
+        for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
+            if not 0 <= beta < 1:
+                violations.append(
+                    Violation(
+                        key=f"{role}.optim.{name}", value=beta, rule="must be in [0, 1)", remedy="use 0.9 or 0.999"
+                    )
+                )
+    return violations
+
+
+def resume_is_a_choice_or_path(config: RunConfig) -> list[Violation]:
+    """trainer.resume is auto, never, or a path; a bare word is a misspelt choice."""
+    value = config.trainer.resume
+    if value in ("auto", "never") or "/" in value:
+        return []
+    remedy = "write a folder here as ./NAME"
+    return [Violation(key="trainer.resume", value=value, rule="must be auto, never or a path with a /", remedy=remedy)]
+
+
+def run_name_is_a_folder_name(config: RunConfig) -> list[Violation]:
+    """run.name becomes one folder inside run.dir."""
+    name = config.run.name
+    if name and name not in (".", "..") and "/" not in name and name == name.strip():
+        return []
+    remedy = "use letters, digits, - and _; run.dir says where"
+    return [Violation(key="run.name", value=name, rule="must be the name of one folder", remedy=remedy)]
+
+
+def critic_warmup_needs_a_critic(config: RunConfig) -> list[Violation]:
+    """Warming up a critic that is not started would skip actor updates for nothing."""
+    if config.trainer.critic_warmup <= 0 or needs_critic(config):
+        return []
+    return [
+        Violation(
+            key="trainer.critic_warmup",
+            value=config.trainer.critic_warmup,
+            rule=f"needs a critic, which algorithm.advantage.name={config.algorithm.advantage.name} does not use",
+            remedy="set it to 0, or use advantage gae",
+        )
+    ]
+
+
+def sources_are_complete(config: RunConfig) -> list[Violation]:
+    """A source names what its kind reads."""
+    violations: list[Violation] = []
+    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
+        if source is None:
+            continue
+        needed = {"jsonl": ("path",), "parquet": ("path",), "reasoning_gym": ("task", "size")}.get(source.kind, ())
+        violations.extend(
+            Violation(
+                key=f"data.{name}.{key}",
+                value="null",
+                rule=f"must be given with data.{name}.kind={source.kind}",
+                remedy=f"add data.{name}.{key}=..., or pick a data file with data=NAME",
+            )
+            for key in needed
+            if getattr(source, key) is None
+        )
+    return violations
+
+
+def validation_has_prompts(config: RunConfig) -> list[Violation]:
+    """Validation needs data.validation."""
+    if config.data.validation is not None:
+        return []
+    wanted = [("trainer.test_freq", config.trainer.test_freq, -1)]
+    wanted.append(("trainer.val_before_train", config.trainer.val_before_train, False))
+    return [
+        Violation(key=key, value=value, rule="needs data.validation", remedy=f"name a source there, or set {key}={off}")
+        for key, value, off in wanted
+        if value != off
+    ]
+
+
+def model_reward_has_a_model(config: RunConfig) -> list[Violation]:
+    """The reward `model` names its folder."""
+    if "reward" not in roles(config) or config.reward.model_path:
+        return []
+    remedy = "add reward.model_path=FOLDER of a sequence-classification model"
+    return [Violation(key="reward.model_path", value="null", rule="must be given with reward.name=model", remedy=remedy)]
+
+
+def cpu_engine_names_its_cache(config: RunConfig) -> list[Violation]:
+    """On CPU a share of device memory says nothing, so SGLang's cache is given in tokens."""
+    is_cpu = config.cluster.device is DeviceKind.cpu and config.rollout.engine == "sglang"
+    if not is_cpu or config.rollout.sglang.max_total_tokens is not None:
+        return []
+    remedy = "8192 is enough for a small model"
+    return [
+        Violation(
+            key="rollout.sglang.max_total_tokens",
+            value="null",
+            rule="must be given with cluster.device=cpu",
+            remedy=remedy,
+        )
+    ]

@@ -1,0 +1,128 @@
+"""Hop 3 of a step: who computes what, in which micro-batch. Joins `megappo.balance` with sequence ids.
+
+Positions index the step's sequences (order of sequence ids); plans and requests carry sequence ids.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megappo.algo.aggregation import compute_loss_weights
+from megappo.balance.layout import RankLayout
+from megappo.balance.micro_batches import plan_micro_batches
+from megappo.balance.schedule import BatchSchedule, build_batch_schedule, rank_parts
+from megappo.batch.requests import MiniBatch, UpdateRequest, Whitening
+from megappo.config.batching import BatchingConfig
+from megappo.controller.rollouts import ScoredRollouts
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepSchedule:
+    """The schedule of one step over its sequences."""
+
+    batch: BatchSchedule
+    sequence_ids: np.ndarray
+    """[B] int64."""
+    group_ids: np.ndarray
+    """[B] int64."""
+    lengths: np.ndarray
+    """[B] int64, prompt included."""
+    batching: BatchingConfig
+
+    def shard_ids(self) -> list[list[int]]:
+        """Return the sequence ids of every shard."""
+        return [self._ids(positions) for positions in self.batch.shards]
+
+    def per_shard(self, values: np.ndarray) -> list[np.ndarray]:
+        """Cut a per-sequence array [B] into shard order."""
+        return [values[np.asarray(positions, dtype=np.int64)] for positions in self.batch.shards]
+
+    def gather(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Put per-shard arrays back into the order of the step's sequences, [B]."""
+        joined = np.concatenate(parts)
+        whole = np.empty_like(joined)
+        whole[np.concatenate([np.asarray(positions, dtype=np.int64) for positions in self.batch.shards])] = joined
+        return whole
+
+    def plan_pass(self, layout: RankLayout) -> list[list[list[int]]]:
+        """Return the micro-batches of a forward pass: [data rank][micro-batch] -> sequence ids."""
+        return self._micro_batches(rank_parts(self.batch.shards, layout.data), layout)
+
+    def update_requests(
+        self,
+        layout: RankLayout,
+        *,
+        loss_tokens: np.ndarray,
+        aggregation: str,
+        constant_length: float | None,
+        whitening: Whitening | None,
+    ) -> list[UpdateRequest]:
+        """Return one request per data rank. Loss weights come from the counts of the whole mini-batch.
+
+        Args:
+            loss_tokens: [B] int64, tokens of each sequence on the loss mask.
+        """
+        per_rank: list[list[MiniBatch]] = [[] for _ in range(layout.data)]
+        for shards in self.batch.mini_batches:
+            positions = np.array(sorted(position for shard in shards for position in shard), dtype=np.int64)
+            weights = compute_loss_weights(
+                loss_tokens[positions], self.group_ids[positions], mode=aggregation, constant_length=constant_length
+            )
+            weight_of = dict(zip(self.sequence_ids[positions].tolist(), weights.tolist()))
+            plan = self._micro_batches(rank_parts(shards, layout.data), layout)
+            for rank, micro_batches in enumerate(plan):
+                mine = {sequence_id: weight_of[sequence_id] for ids in micro_batches for sequence_id in ids}
+                per_rank[rank].append(MiniBatch(micro_batches=micro_batches, loss_weights=mine))
+        return [
+            UpdateRequest(mini_batches=mini_batches, epochs=self.batching.ppo_epochs, whitening=whitening)
+            for mini_batches in per_rank
+        ]
+
+    def imbalance(self) -> float:
+        """Return max / mean - 1 of the shards' tokens."""
+        tokens = np.array([self.lengths[np.asarray(shard, dtype=np.int64)].sum() for shard in self.batch.shards])
+        return float(tokens.max() / tokens.mean() - 1)
+
+    def _micro_batches(self, parts: list[list[int]], layout: RankLayout) -> list[list[list[int]]]:
+        fewest = self.batching.min_micro_batches or (2 * layout.pipeline if layout.pipeline > 1 else 1)
+        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+        plan = plan_micro_batches(
+            parts,
+            self.lengths,
+            max_tokens=self.batching.micro_batch_tokens,
+            min_micro_batches=fewest,
+            multiple_of=multiple,
+        )
+        return [[self._ids(positions) for positions in micro_batches] for micro_batches in plan]
+
+    def _ids(self, positions: Sequence[int]) -> list[int]:
+        return [int(self.sequence_ids[position]) for position in positions]
+
+
+def schedule_step(
+    rollouts: ScoredRollouts, batching: BatchingConfig, *, data_sizes: Sequence[int], keep_groups: bool
+) -> StepSchedule:
+    """Spread a step's sequences over shards and mini-batches.
+
+    Args:
+        data_sizes: data-parallel sizes of the worker groups; there are as many shards as their least common multiple.
+        keep_groups: keep all samples of a prompt in one shard (estimators of scope `group_token`).
+    """
+    mini_batch_prompts = batching.mini_batch_prompts or batching.prompts_per_step
+    schedule = build_batch_schedule(
+        rollouts.lengths,
+        rollouts.group_ids,
+        num_shards=math.lcm(*data_sizes),
+        num_mini_batches=batching.prompts_per_step // mini_batch_prompts,
+        balance=batching.balance,
+        keep_groups=keep_groups,
+    )
+    return StepSchedule(
+        batch=schedule,
+        sequence_ids=np.array([info.sequence_id for info in rollouts.sequences], dtype=np.int64),
+        group_ids=rollouts.group_ids,
+        lengths=rollouts.lengths,
+        batching=batching,
+    )

@@ -1,0 +1,219 @@
+"""One PPO step, hop by hop. Reads like the paper; every line is a plain call to a port or a pure function.
+
+Shapes: B sequences of the step. Tokens never come here: shards, log-probs, values and experience are handles.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megappo.algo.advantages import SequenceBatch, compute_sequence_advantages, estimator_of
+from megappo.algo.aggregation import aggregation_of
+from megappo.algo.experience import ExperienceTotals, RewardTotals, merge_whitening
+from megappo.algo.kl import KLController
+from megappo.batch.refs import Ref
+from megappo.batch.stages import Experience, TokenField
+from megappo.config.run import RunConfig
+from megappo.controller.ports import ActorClient, CriticClient, RewardClient, RolloutClient, Shard, WeightSync
+from megappo.controller.rollouts import ScoredRollouts, draw_prompts, generate_and_score, rollout_metrics
+from megappo.controller.schedules import StepSchedule, schedule_step
+from megappo.controller.state import LoopState
+from megappo.data.sampler import PromptSampler
+from megappo.observability.metrics import Metrics, mean, merge, total
+from megappo.observability.timing import PhaseTimer
+
+
+@dataclass(kw_only=True, slots=True)
+class Components:
+    """Everything a run is made of, behind ports."""
+
+    config: RunConfig
+    sampler: PromptSampler
+    rollout: RolloutClient
+    reward: RewardClient
+    actor: ActorClient
+    critic: CriticClient | None
+    weight_sync: WeightSync
+    kl_controller: KLController
+
+
+class StepResult(NamedTuple):
+    """What one step leaves behind."""
+
+    metrics: Metrics
+    rollouts: ScoredRollouts
+
+
+def run_ppo_step(parts: Components, state: LoopState) -> StepResult:
+    """Run one step: sample, score, learn, hand the weights over. The state's counters advance."""
+    config, timer = parts.config, PhaseTimer()
+    with timer.phase("step"):
+        # 1-2  prompts and rollouts, scored as they finish
+        draws = draw_prompts(parts.sampler.next(), state, num_samples=config.batching.samples_per_prompt)
+        rollouts = generate_and_score(
+            draws,
+            config.rollout.sampling,
+            rollout=parts.rollout,
+            reward=parts.reward,
+            seed=config.seed * 1_000_003 + state.step,
+            timer=timer,
+        )
+        # 3  who computes what
+        schedule = schedule_step(
+            rollouts,
+            config.batching,
+            data_sizes=[client.layout.data for client in (parts.actor, parts.critic) if client is not None],
+            keep_groups=estimator_of(config.algorithm).scope == "group_token",
+        )
+        shards = parts.rollout.pack(schedule.shard_ids())
+        parts.rollout.sleep()
+        # 4-6  log-probs, values, experience
+        experience, totals, experience_metrics = make_experience(parts, rollouts, schedule, shards, timer)
+        # 7-8  critic, then actor once the critic is warm
+        update_metrics = update_models(parts, state, schedule, experience, totals, timer)
+        # 9-10  the engines get the new weights
+        state.step += 1
+        with timer.phase("weight_sync"):
+            parts.rollout.wake()
+            sync_metrics = parts.weight_sync.push(state.step)
+    metrics = merge([rollout_metrics(rollouts), experience_metrics, update_metrics, sync_metrics, timer.metrics()])
+    metrics |= step_metrics(parts, rollouts, schedule, seconds=timer.seconds("step"))
+    return StepResult(metrics, rollouts)
+
+
+def needs_old_log_probs(config: RunConfig) -> bool:
+    """Whether log-probs are recomputed before the update.
+
+    `auto` skips the pass when the batch is used for one optimizer step (then old equals current) and nothing
+    before the update asks for it.
+    """
+    algorithm, batching = config.algorithm, config.batching
+    if algorithm.old_log_probs.name != "auto":
+        return algorithm.old_log_probs.name == "recompute"
+    mini_batches = batching.prompts_per_step // (batching.mini_batch_prompts or batching.prompts_per_step)
+    corrected = algorithm.correction.weight is not None or bool(algorithm.correction.reject)
+    return batching.ppo_epochs * mini_batches > 1 or algorithm.kl.in_reward.coef > 0 or corrected
+
+
+def make_experience(
+    parts: Components, rollouts: ScoredRollouts, schedule: StepSchedule, shards: list[Shard], timer: PhaseTimer
+) -> tuple[list[Ref[Experience]], list[ExperienceTotals], Metrics]:
+    """Hops 4-6: old and reference log-probs, values, token rewards, advantages, correction."""
+    config, actor, critic = parts.config, parts.actor, parts.critic
+    algorithm = config.algorithm
+    old: list[Ref[TokenField]] | None = None
+    ref: list[Ref[TokenField]] | None = None
+    values: list[Ref[TokenField]] | None = None
+    metrics: list[Metrics] = []
+    with timer.phase("log_probs"):
+        plan = schedule.plan_pass(actor.layout)
+        if needs_old_log_probs(config):
+            old, found = actor.compute_log_probs(shards, plan)
+            metrics.append(found)
+        if algorithm.needs_reference:
+            ref, _ = actor.compute_log_probs(shards, plan, reference=True)
+    if critic is not None:
+        with timer.phase("values"):
+            values, found = critic.compute_values(shards, schedule.plan_pass(critic.layout))
+            metrics.append(found)
+    with timer.phase("experience"):
+        truncated = schedule.per_shard(rollouts.truncated)
+        rewards, reward_totals = actor.compute_token_rewards(
+            shards,
+            scores=schedule.per_shard(rollouts.scores),
+            truncated=truncated,
+            old_log_probs=old,
+            ref_log_probs=ref,
+            kl_coef=parts.kl_controller.coef,
+        )
+        experience, totals = actor.build_experience(
+            shards,
+            rewards=rewards,
+            truncated=truncated,
+            sequence_advantages=sequence_advantages(parts, rollouts, schedule, reward_totals),
+            values=values,
+            old_log_probs=old,
+            ref_log_probs=ref,
+        )
+    metrics += [part.metrics for part in totals]
+    metrics.append(update_kl_controller(parts, schedule, reward_totals))
+    return experience, totals, merge(metrics)
+
+
+def sequence_advantages(
+    parts: Components, rollouts: ScoredRollouts, schedule: StepSchedule, reward_totals: list[RewardTotals]
+) -> list[np.ndarray] | None:
+    """Advantages of estimators that need only scores and groups, per shard; None for all others."""
+    if estimator_of(parts.config.algorithm).scope != "sequence":
+        return None
+    batch = SequenceBatch(
+        returns=schedule.gather([totals.returns for totals in reward_totals]),
+        group_ids=rollouts.group_ids,
+        sequence_ids=schedule.sequence_ids,
+        response_tokens=rollouts.response_lengths,
+        parts=[reward.parts for reward in rollouts.rewards],
+    )
+    return schedule.per_shard(compute_sequence_advantages(batch, parts.config.algorithm))
+
+
+def update_kl_controller(parts: Components, schedule: StepSchedule, reward_totals: list[RewardTotals]) -> Metrics:
+    """Move the KL coefficient by this step's KL: the mean over non-empty sequences of their masked mean."""
+    kl = schedule.gather([totals.kl for totals in reward_totals])
+    known = kl[np.isfinite(kl)]
+    metrics: Metrics = {"kl/in_reward/mean": mean(float(known.sum()), len(known))}
+    if parts.config.algorithm.kl.in_reward.coef > 0:
+        metrics["kl/in_reward/coef"] = mean(parts.kl_controller.coef, 1)
+    if len(known):
+        parts.kl_controller.update(float(known.mean()), num_sequences=len(known))
+    return metrics
+
+
+def update_models(
+    parts: Components,
+    state: LoopState,
+    schedule: StepSchedule,
+    experience: list[Ref[Experience]],
+    totals: list[ExperienceTotals],
+    timer: PhaseTimer,
+) -> Metrics:
+    """Hops 7-8: critic update, then actor update once `trainer.critic_warmup` steps are done."""
+    config = parts.config
+    loss_tokens = schedule.gather([part.loss_tokens for part in totals])
+    loss = config.algorithm.policy_loss
+    metrics: Metrics = {}
+    if parts.critic is not None:
+        with timer.phase("update_critic"):
+            requests = schedule.update_requests(
+                parts.critic.layout,
+                loss_tokens=loss_tokens,
+                aggregation="token_mean",
+                constant_length=None,
+                whitening=None,
+            )
+            metrics |= parts.critic.update(experience, requests)
+    if parts.critic is None or state.step >= config.trainer.critic_warmup:
+        with timer.phase("update_actor"):
+            requests = schedule.update_requests(
+                parts.actor.layout,
+                loss_tokens=loss_tokens,
+                aggregation=aggregation_of(loss),
+                constant_length=loss.constant_length,
+                whitening=merge_whitening(totals, config.algorithm),
+            )
+            metrics |= parts.actor.update(experience, requests)
+    return metrics
+
+
+def step_metrics(parts: Components, rollouts: ScoredRollouts, schedule: StepSchedule, *, seconds: float) -> Metrics:
+    """Sizes and throughput of the whole step."""
+    tokens = int(rollouts.lengths.sum())
+    versions = {info.policy_version for info in rollouts.sequences}
+    return {
+        "data/epoch": mean(parts.sampler.epoch, 1),
+        "rollout/sequences": total(len(rollouts.sequences)),
+        "rollout/tokens": total(tokens),
+        "rollout/policy_version/min": mean(min(versions), 1),
+        "schedule/imbalance": mean(schedule.imbalance(), 1),
+        "perf/tokens_per_s": mean(tokens / seconds, 1),
+    }

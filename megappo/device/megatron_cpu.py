@@ -1,0 +1,247 @@
+"""Patches that let megatron-core 0.16.1 run on CPU tensors over gloo. Installed by `Backend.prepare_megatron` on CPU only.
+
+Each patch is one function with its upstream place and its reason; all are safe to repeat and touch modules of
+`megatron.core` only. tests/device/test_megatron_cpu.py has one test per patch, which fails when Megatron changes there.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+# Modules that Megatron imports inside functions: they must be there before the names in them are replaced.
+_LATE_MODULES = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+)
+
+
+def install() -> None:
+    """Apply all patches."""
+    disable_jit_fuser()
+    for name in _LATE_MODULES:
+        importlib.import_module(name)
+    unwrap_compiled_functions()
+    redirect_cuda_calls()
+    use_cpu_random_state()
+    name_cpu_tensors_as_cuda()
+    ignore_moves_to_cuda()
+    give_adam_its_own_steps()
+
+
+def disable_jit_fuser() -> None:
+    """jit.py:18: `@jit_fuser` is torch.compile, which would compile C++ kernels at the first step on CPU."""
+    import megatron.core.jit as jit
+
+    jit.disable_jit_fuser()
+
+
+def unwrap_compiled_functions() -> None:
+    """The same for modules imported before `install`: put the plain functions back where compiled ones are."""
+    for module in _megatron_modules():
+        _unwrap_in(module, vars(module))
+        for value in list(vars(module).values()):
+            if inspect.isclass(value) and value.__module__ == module.__name__:
+                _unwrap_in(value, vars(value))
+
+
+def _unwrap_in(owner: Any, names: Any) -> None:  # Any: a module or a class and its namespace
+    for name, value in list(names.items()):
+        original = getattr(value, "_torchdynamo_orig_callable", None)
+        if inspect.isfunction(value) and original is not None:
+            setattr(owner, name, original)
+
+
+def _megatron_modules() -> Iterator[types.ModuleType]:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and isinstance(module, types.ModuleType):
+            yield module
+
+
+class _NoStream:
+    """A stream or event of a device that has none: every method returns at once."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+class _CpuCudaNamespace(types.ModuleType):
+    """Stands in for `torch.cuda`: the calls Megatron makes without asking whether there is a GPU answer for CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self.current_device = lambda: CPU
+        self.synchronize = lambda *args, **kwargs: None
+        self.manual_seed = torch.manual_seed
+        self.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        self.Stream = _NoStream
+        self.Event = _NoStream
+        self.stream = lambda *args, **kwargs: contextlib.nullcontext()
+        self.current_stream = self.default_stream = lambda *args, **kwargs: _NoStream()
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever torch.cuda has under this name
+        return getattr(torch.cuda, name)
+
+
+class _CpuTorch(types.ModuleType):
+    """Stands in for `torch`: tensor factories asked for device "cuda" or pinned memory make CPU tensors."""
+
+    _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CpuCudaNamespace()
+        for name in self._FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever torch has under this name
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:  # Any: passed on to torch
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def redirect_cuda_calls() -> None:
+    """175 calls such as optimizer/clip_grads.py:90 and pipeline_parallel/schedules.py:596 name the CUDA device.
+
+    The global name `torch` of Megatron's modules is bound to a stand-in. (A TorchFunctionMode around Megatron does
+    not do: modes are off inside backward and in other threads.)
+    """
+    stand_in = _CpuTorch()
+    for module in _megatron_modules():
+        if getattr(module, "torch", None) is torch:
+            module.torch = stand_in  # type: ignore[attr-defined]
+
+
+def use_cpu_random_state() -> None:
+    """tensor_parallel/random.py:40,74: the named random streams save and restore the state of a CUDA generator."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)
+
+
+class _CudaTypeNames(TorchFunctionMode):
+    """Inside it `tensor.type()` says torch.cuda.FloatTensor of a CPU tensor, and `tensor.cuda()` returns its tensor."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # Any: the protocol of torch
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(function, "megappo_original"):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:  # Any: the signature of the wrapped function
+        with _CudaTypeNames():
+            return function(*args, **kwargs)
+
+    call.megappo_original = function  # type: ignore[attr-defined]
+    return call
+
+
+def name_cpu_tensors_as_cuda() -> None:
+    """optimizer/clip_grads.py:167, optimizer.py:671, distrib_optimizer.py:361,582 compare type() with torch.cuda.*."""
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    optimizer.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(optimizer.clip_grad_by_total_norm_fp32)
+    for owner in (optimizer.Float16OptimizerWithFloat16Params, distrib_optimizer.DistributedOptimizer):
+        owner.__init__ = _with_cuda_type_names(owner.__init__)
+
+
+def ignore_moves_to_cuda() -> None:
+    """models/common/language_module/language_module.py:244: the tied embedding is moved with `.cuda()`."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    LanguageModule.setup_embeddings_and_output_layer = _with_cuda_type_names(
+        LanguageModule.setup_embeddings_and_output_layer
+    )
+
+
+def give_adam_its_own_steps() -> None:
+    """optimizer/distrib_optimizer.py:821-825,939: without TE and apex the distributed optimizer uses torch's AdamW.
+
+    Its loading code (1) gives all parameters one shared `step` tensor, which AdamW then advances once per parameter,
+    so that bias correction is silently wrong after a resume, (2) expects state before the first step, and (3) copies
+    a `step` that a checkpoint does not hold.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if hasattr(DistributedOptimizer.load_state_dict, "megappo_original"):
+        return
+    load, shard, restore = (
+        DistributedOptimizer.load_state_dict,
+        DistributedOptimizer.sharded_state_dict,
+        DistributedOptimizer._set_main_param_and_optimizer_states,
+    )
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: Megatron's signatures
+        result = load(self, *args, **kwargs)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+        return result
+
+    @functools.wraps(shard)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                _make_adam_state(self.optimizer.state[parameter], parameter)
+        return shard(self, *args, **kwargs)
+
+    @functools.wraps(restore)
+    def restore_parameter(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = state.pop("step", None)
+        restore(self, model_param, tensors)
+        if step is not None:
+            state["step"] = step
+
+    load_state_dict.megappo_original = load  # type: ignore[attr-defined]
+    DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = restore_parameter
+
+
+def _make_adam_state(state: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
+    if "step" not in state:
+        state.update(
+            step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+        )

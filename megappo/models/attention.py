@@ -1,0 +1,163 @@
+"""Packed sequences and the core attention of the local layer spec: torch's scaled dot-product attention.
+
+Shapes: T packed tokens, B sequences, L longest sequence of a bucket, H query heads, G key/value heads, D head size.
+
+One attention call per sequence is slow when there are many short ones, one call over all of them wastes quadratic
+work, so sequences of like length are gathered into buckets [B, L] and each bucket is one causal call. A row shorter
+than L repeats its own last token: it comes after every query that is kept, so causality hides it, and no sequence
+ever reads another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megappo.errors import CapabilityError
+
+_SHORT = 32
+"""Sequences up to this length share a bucket: padding them costs less than another call."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LengthBucket:
+    """Sequences that run in one attention call."""
+
+    gather: torch.Tensor
+    """[B, L] int64: packed position of every entry; past a sequence's end its last token again."""
+    kept: torch.Tensor
+    """[tokens of the bucket] int64: positions in the flattened [B * L] that are real tokens."""
+    target: torch.Tensor
+    """[tokens of the bucket] int64: packed position of each of them."""
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a packed micro-batch, with the buckets of the local spec. Make with `pack_lengths`."""
+
+    buckets: list[LengthBucket] = field(default_factory=list)
+    restore: torch.Tensor | None = None
+    """[T] int64: row of every packed token in the concatenation of the buckets' kept rows."""
+
+
+def pack_lengths(lengths: Sequence[int], *, device: torch.device) -> PackedSequences:
+    """Describe T = sum(lengths) packed tokens to Megatron; pass it as `packed_seq_params`. All lengths must be positive."""
+    ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    longest = max(lengths)
+    buckets = [_bucket(members, lengths, ends, device) for members in _group_by_length(lengths)]
+    order = torch.cat([bucket.target for bucket in buckets])
+    restore = torch.empty_like(order)
+    restore[order] = torch.arange(len(order), device=device)
+    offsets = ends.to(device=device, dtype=torch.int32)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        # Exact, never rounded up: rope_utils.py:180 reads an upper bound that equals T as another position layout.
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        buckets=buckets,
+        restore=restore,
+    )
+
+
+def position_ids(lengths: Sequence[int], *, device: torch.device) -> torch.Tensor:
+    """Return the position of every packed token in its sequence, [1, T] int64."""
+    return torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+
+
+def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Group sequences so that none is shorter than 3/4 of the longest of its group, very short ones apart."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (longest <= _SHORT or 4 * lengths[index] >= 3 * longest):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _bucket(members: list[int], lengths: Sequence[int], ends: torch.Tensor, device: torch.device) -> LengthBucket:
+    starts = ends[:-1][members, None]  # [B, 1]
+    own = torch.tensor([lengths[member] for member in members])[:, None]  # [B, 1]
+    column = torch.arange(lengths[members[0]])[None]  # [1, L]
+    gather = starts + torch.minimum(column, own - 1)  # [B, L]
+    real = column < own
+    return LengthBucket(
+        gather=gather.to(device), kept=real.flatten().nonzero()[:, 0].to(device), target=gather[real].to(device)
+    )
+
+
+class SdpaCoreAttention(MegatronModule):
+    """Core attention of a Megatron layer on `torch.nn.functional.scaled_dot_product_attention`.
+
+    Takes packed sequences (`PackedSequences`) or a causal [s, b, ...] batch without padding mask; grouped queries.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type is not AttnMaskType.causal or config.context_parallel_size > 1:
+            raise CapabilityError(
+                "the local layer spec does causal attention without context parallelism "
+                "(use parallelism.context=1, or model.layer_spec=transformer_engine on CUDA)"
+            )
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output, [T, 1, H * D] for packed [T, H or G, D] inputs, [s, b, H * D] otherwise."""
+        assert attention_mask is None and attention_bias is None, "padding masks: pack the sequences instead"
+        if isinstance(packed_seq_params, PackedSequences):
+            return self._packed(query, key, value, packed_seq_params)
+        output = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        rows = []
+        for bucket in packed.buckets:
+            gathered = (_gather(tensor, bucket.gather) for tensor in (query, key, value))  # [B, H or G, L, D]
+            output = self._attend(*gathered).transpose(1, 2).flatten(2).flatten(0, 1)  # [B * L, H * D]
+            rows.append(output.index_select(0, bucket.kept))
+        assert packed.restore is not None
+        return torch.cat(rows).index_select(0, packed.restore)[:, None]
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        grouped = query.size(1) != key.size(1)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # Any: Megatron's signature
+        """Nothing to save."""
+        return {}
+
+
+def _gather(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[T, heads, D] -> [B, heads, L, D]."""
+    return tensor.index_select(0, index.flatten()).view(*index.shape, *tensor.shape[1:]).transpose(1, 2)

@@ -1,0 +1,66 @@
+"""The parameters of a model chunk with what they are called in Hugging Face."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+
+from megappo.models.architecture import ModelArchitecture
+from megappo.models.families import FAMILIES
+from megappo.models.value_head import ValueHead
+from megappo.weights.name_map import EMBEDDING, MappedParameter, global_name, map_parameter
+from megappo.weights.transforms import Transform
+
+
+def mapped_parameters(chunk: MegatronModule) -> Iterator[tuple[torch.nn.Parameter, MappedParameter]]:
+    """Yield the parameters of one chunk (bare, or wrapped for data parallelism) in a fixed order.
+
+    On the last of several stages a tied output layer is a parameter of its own, made of the embedding.
+
+    Raises:
+        CheckpointError: a parameter has no rule in the family's name table.
+    """
+    model = unwrap(chunk)
+    table = FAMILIES.get(architecture_of(chunk).family).names
+    layers = model.decoder.layers
+    offset = layers[0].layer_number - 1 if len(layers) else 0
+    for local, parameter in model.named_parameters():
+        name = global_name(local, offset)
+        if name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
+            name = "value_head.weight"
+        mapped = map_parameter(table, name)
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            mapped = replace(mapped, hugging_face=[EMBEDDING])
+        yield parameter, mapped
+
+
+def unwrap(chunk: MegatronModule) -> MegatronModule:
+    """Return the GPTModel inside Megatron's wrappers (data parallelism, 16-bit)."""
+    model = chunk
+    while not hasattr(model, "decoder"):
+        model = model.module
+    return model
+
+
+def architecture_of(chunk: MegatronModule) -> ModelArchitecture:
+    """Return what the chunk was built from."""
+    return unwrap(chunk).architecture
+
+
+def hugging_face_shapes(
+    parameter: torch.nn.Parameter, mapped: MappedParameter, architecture: ModelArchitecture
+) -> list[list[int]]:
+    """Return the shapes of the whole Hugging Face tensors that a (local) parameter is made of."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    whole = list(parameter.shape)
+    if mapped.partition.value is not None:
+        whole[mapped.partition.value] *= size
+    if mapped.transform is Transform.qkv:
+        keys = architecture.num_key_value_heads * architecture.head_dim
+        queries = architecture.num_attention_heads * architecture.head_dim
+        return [[rows, *whole[1:]] for rows in (queries, keys, keys)]
+    if mapped.transform is Transform.gate_up:
+        return [[whole[0] // 2, *whole[1:]]] * 2
+    return [whole]

@@ -1,0 +1,83 @@
+"""MLflow as a tracker: a sqlite store in the run directory unless a server is named.
+
+Metric names: MLflow admits letters, digits and `_ - . : /` and the space. Any other character becomes `_`, an empty
+part of a path too (`a//b` -> `a/_/b`); a name that would then equal another one gets `_2`, `_3`, ... at its end.
+metrics.jsonl keeps the names as they are.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlflow.entities import Metric
+from mlflow.tracking import MlflowClient
+
+_REFUSED = re.compile(r"[^A-Za-z0-9_\-. :/]")
+_LONGEST_NAME = 240
+_METRICS_PER_CALL = 1000
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+
+class MlflowTracker:
+    """One MLflow run. Slow to open (a new database takes 6-15 s): wrap it in `BackgroundTracker`."""
+
+    def __init__(self, *, uri: str, experiment: str, run_name: str, artifacts: Path) -> None:
+        self._client = MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(experiment)
+        if found is not None:
+            experiment_id = found.experiment_id
+        else:
+            # A sqlite store would put artifacts below the working directory.
+            location = artifacts.resolve().as_uri() if uri.startswith("sqlite:") else None
+            experiment_id = self._client.create_experiment(experiment, artifact_location=location)
+        self._run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
+        self._names = MetricNames()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [Metric(self._names.tracked(name), value, now, step) for name, value in values.items()]
+        for start in range(0, len(metrics), _METRICS_PER_CALL):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
+
+    def artifact(self, path: Path) -> None:
+        self._client.log_artifact(self._run_id, str(path))
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self._run_id, status=_STATUS[status])
+
+
+class MetricNames:
+    """Metric names that MLflow takes, one for each of ours, by the rule at the top of the module."""
+
+    def __init__(self) -> None:
+        self._tracked: dict[str, str] = {}
+
+    def tracked(self, name: str) -> str:
+        """Return the name used in MLflow; the same for the same name, different for different ones."""
+        if name not in self._tracked:
+            taken = set(self._tracked.values())
+            base = _admitted(name)
+            candidate, number = base, 1
+            while candidate in taken:
+                number += 1
+                candidate = f"{base}_{number}"
+            self._tracked[name] = candidate
+        return self._tracked[name]
+
+
+def _admitted(name: str) -> str:
+    parts = _REFUSED.sub("_", name)[:_LONGEST_NAME].split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
+
+
+def store_uri(uri: str | None, database: Path) -> str:
+    """Return the configured tracking URI, or that of the sqlite file in the run directory."""
+    return uri or f"sqlite:///{database.resolve()}"
+
+
+def open_command(uri: str) -> str:
+    """Return the shell command that shows a store in the browser."""
+    if uri.startswith("sqlite:"):
+        return f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --workers 1 --backend-store-uri {uri}"
+    return f"open {uri}"

@@ -1,0 +1,98 @@
+"""The folder of a run: `<run.dir>/<run.name>/`.
+
+Holds config.yaml (resolved), metrics.jsonl, summary.json, reward_curve.png, mlflow.db, logs/ (a file per process),
+rollouts/ (sampled answers) and, when saving is on, checkpoints/.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.config.trainer import RunSection
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunDirectory:
+    """Paths of one run."""
+
+    path: Path
+    moved_aside: Path | None = None
+    """Where an earlier run of the same name went; None: there was none, or this run continues it."""
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "reward_curve.png"
+
+    @property
+    def database(self) -> Path:
+        return self.path / "mlflow.db"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+
+def open_run_directory(run: RunSection, *, resume: str = "never") -> RunDirectory:
+    """Make the folder of a run. An earlier run of that name is moved to `<name>.1`, `.2`, ... unless `resume`
+    (trainer.resume) continues it: `auto` and it holds checkpoints, or the path of a checkpoint inside it."""
+    path = Path(run.dir) / run.name
+    moved: Path | None = None
+    if path.exists() and any(path.iterdir()) and not _continues(path, resume):
+        moved = _free_name(path)
+        path.rename(moved)
+    directory = RunDirectory(path=path, moved_aside=moved)
+    directory.logs.mkdir(parents=True, exist_ok=True)
+    directory.rollouts.mkdir(exist_ok=True)
+    return directory
+
+
+def _continues(path: Path, resume: str) -> bool:
+    if resume == "never":
+        return False
+    if resume == "auto":
+        return any((path / "checkpoints").glob("*"))
+    return path.resolve() in Path(resume).resolve().parents
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by `text`; a reader sees the old content or the new, also after a crash."""
+    aside = path.with_name(f"{path.name}.writing")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def write_summary(directory: RunDirectory, summary: Mapping[str, object]) -> None:
+    """Write summary.json."""
+    write_atomically(directory.summary, json.dumps(dict(summary), indent=2) + "\n")

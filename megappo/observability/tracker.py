@@ -1,0 +1,96 @@
+"""Where the numbers of a run go, and how a slow or broken tracker is kept from holding up the run."""
+
+import json
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+
+class Tracker(Protocol):
+    """Receives the numbers and files of one run. Any method may raise; `close` is called once, last."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the numbers of one step."""
+        ...
+
+    def artifact(self, path: Path) -> None:
+        """Keep a copy of a file."""
+        ...
+
+    def close(self, status: str) -> None:
+        """End the run: `finished`, `failed` or `interrupted`."""
+        ...
+
+
+class JsonlTracker:
+    """One JSON object a line: `step` and the metric names as they are. Every line is on disk when `log` returns.
+
+    JSON has no NaN and infinities; they are written as the strings "nan", "inf" and "-inf".
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        line = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        self._file.write(json.dumps({"step": step} | line) + "\n")
+        self._file.flush()
+
+    def artifact(self, path: Path) -> None:
+        """Nothing to do: the file is in the run directory already."""
+
+    def close(self, status: str) -> None:
+        self._file.close()
+
+
+class BackgroundTracker:
+    """Runs another tracker in a thread of its own. Calls return at once; the first failure is said once through
+    `warn` and ends the tracking, never the run.
+
+    Args:
+        make: makes the tracker, inside the thread (opening a database takes seconds).
+        name: for the warning.
+        warn: where the one warning goes.
+        close_timeout_s: longest wait in `close` for what is still queued.
+    """
+
+    def __init__(
+        self, make: Callable[[], Tracker], *, name: str, warn: Callable[[str], None], close_timeout_s: float = 30.0
+    ) -> None:
+        self._name = name
+        self._warn = warn
+        self._close_timeout_s = close_timeout_s
+        self._calls: queue.SimpleQueue[Callable[[Tracker], None]] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        # A daemon: a tracker that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._work, args=(make,), name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        kept = dict(values)
+        self._calls.put(lambda tracker: tracker.log(step, kept))
+
+    def artifact(self, path: Path) -> None:
+        self._calls.put(lambda tracker: tracker.artifact(path))
+
+    def close(self, status: str) -> None:
+        def end(tracker: Tracker) -> None:
+            self._closing.set()
+            tracker.close(status)
+
+        self._calls.put(end)
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            self._warn(f"{self._name} did not take the last numbers within {self._close_timeout_s:.0f} s")
+
+    def _work(self, make: Callable[[], Tracker]) -> None:
+        try:
+            tracker = make()
+            while not self._closing.is_set():
+                self._calls.get()(tracker)
+        # Any failure of somebody else's server or library; this is the boundary behind which it stays.
+        except Exception as error:
+            self._warn(f"{self._name} failed, the run goes on without it: {type(error).__name__}: {error}")

@@ -1,0 +1,264 @@
+"""What actor and critic have in common: one Megatron model, its optimizer, and passes over packed micro-batches.
+
+Shapes: T input tokens of a micro-batch, V/tp vocabulary columns of this rank.
+
+The loss of an optimizer step is a plain sum over the tokens of all micro-batches of all data-parallel ranks; each
+token brings its own weight. Megatron averages by default: it divides the loss by the number of micro-batches, the
+gradient by the data-parallel size, and multiplies by the context-parallel size. All three go by one switch, so none is
+compensated for here: see `_sum_instead_of_average`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+
+from megappo.batch.fields import BatchError
+from megappo.batch.requests import MiniBatch
+from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.config.model import ModelConfig
+from megappo.config.optim import OptimConfig
+from megappo.config.parallelism import ParallelismConfig
+from megappo.device.backend import Backend
+from megappo.errors import CapabilityError
+from megappo.models.architecture import read_architecture
+from megappo.models.build import Head, build_model
+from megappo.models.load import load_hf_weights
+from megappo.observability.metrics import Metrics, maximum, mean, merge
+from megappo.train.checkpoint import CheckpointLayout, load_checkpoint, save_checkpoint
+from megappo.train.optimizer import ModelOptimizer, StepOutcome
+from megappo.train.packing import PackedMicroBatch, PackingRules, pack_micro_batches
+
+T = TypeVar("T")
+
+LossFunction = Callable[[torch.Tensor, int], tuple[torch.Tensor, Metrics]]
+"""Model output of a micro-batch ([T, V/tp] logits or [T] values) and its number -> loss to sum, metrics to merge."""
+
+
+class ModelTrainer:
+    """One model on this rank. All ranks that hold a part of it call every method together, with the same arguments
+    within a data-parallel rank. Results are there on the output rank only."""
+
+    def __init__(
+        self,
+        *,
+        role: str,
+        path: str,
+        model: ModelConfig,
+        parallelism: ParallelismConfig,
+        optim: OptimConfig,
+        head: Head,
+        backend: Backend,
+    ) -> None:
+        """Build the model with the weights in the Hugging Face folder `path`, and a fresh optimizer.
+
+        Raises:
+            CapabilityError: the layout asks for what this trainer or the model cannot do.
+        """
+        if parallelism.context > 1:
+            raise CapabilityError(
+                f"{role}.parallelism.context={parallelism.context}: packed training does not split sequences "
+                "(use 1, and tensor parallelism with sequence=true for long ones)"
+            )
+        self.role = role
+        self.parallelism = parallelism
+        self.architecture = read_architecture(path)
+        chunks = build_model(
+            self.architecture,
+            parallelism=parallelism,
+            dtype=model.dtype,
+            layer_spec=model.layer_spec,
+            head=head,
+            backend=backend,
+        )
+        load_hf_weights(chunks, self.architecture, path)
+        self.chunks = [_wrap(chunk, optim, first=index == 0) for index, chunk in enumerate(chunks)]
+        self.optimizer = ModelOptimizer(optim, self.chunks, dtype=model.dtype)
+        self.device = next(self.chunks[0].parameters()).device
+        self._layout = CheckpointLayout.of(
+            role, self.architecture, parallelism=parallelism, dtype=model.dtype, distributed=optim.distributed
+        )
+        interleaved = parallelism.virtual_pipeline is not None
+        self._rules = PackingRules(
+            multiple=parallelism.tensor if parallelism.sequence else 1,
+            # Without virtual stages the stages tell each other the shapes (models/build.py).
+            equal_counts=interleaved,
+        )
+        # The interleaved schedule runs micro-batches in groups of the number of stages.
+        self._micro_batch_multiple = parallelism.pipeline if interleaved else 1
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether results come back on this rank: first tensor rank of the last pipeline stage."""
+        return (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+    def save(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint into an existing folder."""
+        save_checkpoint(folder, self.chunks, self.optimizer, self._layout)
+
+    def load(self, folder: str) -> None:
+        """Continue from a checkpoint of the same architecture and layout.
+
+        Raises:
+            CheckpointError: another architecture or layout, or a file is missing or damaged.
+        """
+        load_checkpoint(folder, self.chunks, self.optimizer, self._layout)
+
+    def _pack(
+        self, batch: RolloutBatch | Experience, micro_batches: Sequence[Sequence[int]], predict: np.ndarray
+    ) -> list[PackedMicroBatch]:
+        """Pack the micro-batches of one pass, with empty ones behind them where the schedule wants a multiple."""
+        missing = -len(micro_batches) % self._micro_batch_multiple
+        return pack_micro_batches(
+            batch, [*micro_batches, *[[]] * missing], predict=predict, rules=self._rules, device=self.device
+        )
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def _compute_token_field(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], read: Callable[..., torch.Tensor]
+    ) -> TokenField | None:
+        """Run a forward pass over all sequences and return one number per response token, in the order of the batch.
+
+        Args:
+            read: (model output, its micro-batch) -> [n] fp32, one number per predicted token.
+
+        Raises:
+            BatchError: a sequence of the batch is in no micro-batch.
+        """
+        named = sum(len(ids) for ids in micro_batches)
+        if named != batch.num_sequences:
+            raise BatchError(f"micro-batches name {named} sequences, the batch has {batch.num_sequences}")
+        packed = self._pack(batch, micro_batches, batch.response_mask)
+        results = self._run_forward(packed, lambda output, index: read(output, packed[index]))
+        if not self.is_output_rank:
+            return None
+        values = np.zeros(batch.num_tokens, np.float32)
+        for micro_batch, result in zip(packed, results):
+            values[micro_batch.token_index] = result.cpu().numpy()
+        return TokenField(offsets=batch.offsets, values=values, sequence_ids=batch.sequence_ids)
+
+    def _run_forward(self, packed: list[PackedMicroBatch], read: Callable[[torch.Tensor, int], T]) -> list[T]:
+        """Return `read(output, number)` of every micro-batch, in order; an empty list before the last stage."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            return self._schedule(packed, lambda output, index, non_loss_data: read(output, index), forward_only=True)
+
+    def _run_forward_backward(self, packed: list[PackedMicroBatch], loss: LossFunction) -> list[tuple[float, Metrics]]:
+        """Add the gradient of the summed loss to the gradient buffers, then sum these over the data-parallel ranks.
+
+        Returns:
+            (loss, metrics) of every micro-batch; an empty list before the last stage.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+
+        def summed(output: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor, tuple[float, Metrics]]:
+            value, metrics = loss(output, index)
+            # Megatron's place for a number of tokens to divide by; weights are in the loss already.
+            return value, torch.zeros((), dtype=torch.int, device=value.device), (value.item(), metrics)
+
+        return self._schedule(packed, summed, forward_only=False)
+
+    def _schedule(self, packed: list[PackedMicroBatch], function: Callable[..., Any], *, forward_only: bool) -> Any:
+        """Run Megatron's schedule; returns what it collected from `function`."""
+
+        def forward_step(micro_batches: Iterator[tuple[int, PackedMicroBatch]], chunk: MegatronModule) -> Any:
+            index, micro_batch = next(micro_batches)
+            output = chunk(
+                micro_batch.input_ids,
+                micro_batch.position_ids,
+                None,
+                packed_seq_params=micro_batch.packed_seq_params,
+            )
+            return output, lambda output, **options: function(output.squeeze(0), index, **options)
+
+        iterators = [iter(list(enumerate(packed))) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(packed),
+            seq_length=packed[0].num_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _optimize(
+        self, steps: Sequence[tuple[list[PackedMicroBatch], LossFunction]], *, epochs: int
+    ) -> Metrics:
+        """Take one optimizer step per entry of `steps`, in order, `epochs` times over. See `_step_metrics`."""
+        parts: list[Metrics] = []
+        losses: list[float] = []
+        outcomes: list[StepOutcome] = []
+        for _ in range(epochs):
+            for packed, loss in steps:
+                self.optimizer.zero_grad()
+                for value, metrics in self._run_forward_backward(packed, loss):
+                    losses.append(value)
+                    parts.append(metrics)
+                outcomes.append(self.optimizer.step())
+        if not self.is_output_rank:
+            return {}
+        return merge([*parts, self._step_metrics(losses, outcomes)])
+
+    def _step_metrics(self, losses: list[float], outcomes: list[StepOutcome]) -> Metrics:
+        """Metrics of the optimizer steps of one update.
+
+        - `loss/mean`: the loss (sum over all tokens of all ranks), mean over optimizer steps, skipped ones included.
+        - `grad_norm`: norm before clipping, mean over the steps that were applied; absent when none was.
+        - `lr`: learning rate, mean over optimizer steps.
+        - `skipped_steps`: steps skipped since the start of the run because their gradient was not finite.
+        """
+        applied = [outcome.grad_norm for outcome in outcomes if outcome.applied]
+        data_ranks = parallel_state.get_data_parallel_world_size()
+        return {
+            # A rank has a part of the sum, and all ranks share the steps: merging them gives sum / steps.
+            f"{self.role}/loss/mean": mean(sum(losses), len(outcomes) / data_ranks),
+            f"{self.role}/grad_norm": mean(sum(applied), len(applied)),
+            f"{self.role}/lr": mean(sum(outcome.learning_rate for outcome in outcomes), len(outcomes)),
+            f"{self.role}/skipped_steps": maximum(self.optimizer.skipped_steps),
+        }
+
+
+def sequence_weights(batch: Experience, mini_batch: MiniBatch) -> np.ndarray:
+    """Return the loss weight of each sequence's tokens, [B] float32; 0 for sequences of other mini-batches."""
+    weights = mini_batch.loss_weights
+    return np.array([weights.get(sequence, 0.0) for sequence in batch.sequence_ids.tolist()], np.float32)
+
+
+def _wrap(chunk: MegatronModule, optim: OptimConfig, *, first: bool) -> DistributedDataParallel:
+    config = get_model_config(chunk)
+    _sum_instead_of_average(config)
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=optim.distributed)
+    return DistributedDataParallel(config, options, chunk, disable_bucketing=not first)
+
+
+def _sum_instead_of_average(config: Any) -> None:
+    """Make Megatron sum the loss over micro-batches and the gradient over data-parallel ranks.
+
+    With `calculate_per_token_loss`, schedules.py:259 does not divide the loss by the number of micro-batches nor multiply
+    it by the context-parallel size, and distributed_data_parallel.py:254 does not divide the gradient by the
+    data-parallel size. What is left, finalize_model_grads dividing by a total number of tokens, happens only when it is
+    given one. Must be set before the model is wrapped. (An auxiliary loss of a mixture of experts would be scaled by
+    its number of tokens under this switch, moe/router.py:456.)
+    """
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = lambda chunks, _, **groups: finalize_model_grads(chunks, None, **groups)

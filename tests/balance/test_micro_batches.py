@@ -1,0 +1,74 @@
+"""The invariants listed in megappo/balance/micro_batches.py."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megappo.balance.micro_batches import micro_batch_bound, pack, spread
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=40)
+CAPS = st.integers(1, 50)
+
+
+def check_cap(lengths: list[int], micro_batches: list[list[int]], cap: int) -> None:
+    for chosen in micro_batches:
+        assert sum(lengths[position] for position in chosen) <= cap or len(chosen) == 1
+
+
+@given(LENGTHS, CAPS)
+def test_packing_covers_every_position_once_under_the_cap(lengths: list[int], cap: int):
+    packed = pack(lengths, cap)
+    assert sorted(position for chosen in packed for position in chosen) == list(range(len(lengths)))
+    check_cap(lengths, packed, cap)
+
+
+@given(st.lists(st.integers(1, 40), max_size=40), CAPS)
+def test_no_two_packed_micro_batches_fit_into_one(lengths: list[int], cap: int):
+    sizes = sorted(sum(lengths[position] for position in chosen) for chosen in pack(lengths, cap))
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > cap
+
+
+@given(LENGTHS, CAPS)
+def test_the_bound_is_never_above_the_packing(lengths: list[int], cap: int):
+    assert micro_batch_bound(lengths, cap) <= len(pack(lengths, cap))
+
+
+@given(LENGTHS, CAPS, st.integers(0, 4))
+def test_spreading_makes_the_number_asked_for_under_the_cap(lengths: list[int], cap: int, more: int):
+    count = len(pack(lengths, cap)) + more
+    plan = spread(lengths, count, cap)
+    assert len(plan) == count
+    assert sorted(position for chosen in plan for position in chosen) == list(range(len(lengths)))
+    check_cap(lengths, plan, cap)
+
+
+def test_the_number_comes_from_packing_not_from_tokens_over_cap():
+    # ceil(25 / 8) = 4 would put two sequences of 5 into one micro-batch of 10.
+    assert sorted(pack([5, 5, 5, 5, 5], 8)) == [[0], [1], [2], [3], [4]]
+    assert micro_batch_bound([5, 5, 5, 5, 5], 8) == 4
+
+
+def test_a_sequence_over_the_cap_runs_alone():
+    assert sorted(pack([3, 20, 4], 8)) == [[0, 2], [1]]
+    assert micro_batch_bound([3, 20, 4], 8) == 2
+
+
+def test_an_empty_sequence_never_joins_one_over_the_cap():
+    plan = spread([20, 0], len(pack([20, 0], 8)), 8)
+    assert sorted(plan) == [[0], [1]]
+
+
+def test_spreading_levels_the_tokens():
+    # Best fit decreasing fills 10 + 10 + 4; six sequences of 4 go two to each of three.
+    assert [len(chosen) for chosen in spread([4] * 6, 3, 10)] == [2, 2, 2]
+
+
+def test_sixteen_thousand_token_micro_batches_reach_the_bound_within_a_hundredth():
+    lengths = np.clip(np.exp(np.random.default_rng(0).normal(np.log(2048), 0.9, 1024)), 16, 9216).astype(int)
+    packed = pack(lengths, 16384)
+    assert len(packed) <= 1.01 * micro_batch_bound(lengths, 16384)
+    plan = spread(lengths, len(packed), 16384)
+    tokens = [lengths[chosen].sum() for chosen in plan]
+    assert max(tokens) <= 16384
+    assert min(tokens) == pytest.approx(max(tokens), rel=0.05)

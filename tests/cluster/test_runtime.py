@@ -1,0 +1,88 @@
+"""What a user reads when a worker process raises, dies or stops answering. Real Ray processes."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from megappo.cluster.runtime import Call, gather, start_ray
+from megappo.config.cluster import ClusterConfig
+from megappo.errors import CheckpointError, EngineError, WorkerError
+from megappo.observability.logging import redirect_process_output
+
+
+@ray.remote
+class Worker:
+    def __init__(self, log_path: Path) -> None:
+        redirect_process_output(log_path)
+
+    def answer(self, value: int) -> int:
+        return value
+
+    def print_and_die(self) -> None:
+        print("about to die of signal 9")
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def lose_connection(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def refuse(self) -> None:
+        raise CheckpointError("folder x has no y")
+
+    def raise_error(self) -> None:
+        raise ValueError("seven is not eight")
+
+    def hang(self) -> None:
+        time.sleep(60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    start_ray(ClusterConfig(), num_cpus=4)
+    yield
+    ray.shutdown()
+
+
+def make_call(tmp_path: Path, index: int, method: str, *args: object, name: str = "actor rank") -> Call:
+    log_path = tmp_path / f"worker-{index}.log"
+    worker = Worker.options(num_cpus=0).remote(log_path)
+    return Call(ref=getattr(worker, method).remote(*args), worker=f"{name} {index}", log_path=log_path)
+
+
+def test_results_come_in_the_order_of_the_calls(tmp_path: Path) -> None:
+    calls = [make_call(tmp_path, index, "answer", index * 10) for index in range(3)]
+    assert gather(calls, phase="update", timeout_s=60) == [0, 10, 20]
+
+
+def test_a_killed_worker_is_named_before_the_peers_it_disconnects_with_its_last_lines(tmp_path: Path) -> None:
+    calls = [make_call(tmp_path, 0, "lose_connection"), make_call(tmp_path, 1, "print_and_die")]
+    with pytest.raises(WorkerError, match=r"actor rank 1 failed in update: its process died") as caught:
+        gather(calls, phase="update", timeout_s=60)
+    assert "about to die of signal 9" in str(caught.value)
+
+
+def test_a_dead_engine_host_is_an_engine_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="rollout engine 0 failed in generate"):
+        gather([make_call(tmp_path, 0, "print_and_die", name="rollout engine")], phase="generate", timeout_s=60)
+
+
+def test_an_error_raised_on_purpose_keeps_its_class_and_gains_the_worker(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"actor rank 0, save: folder x has no y"):
+        gather([make_call(tmp_path, 0, "refuse")], phase="save", timeout_s=60)
+
+
+def test_any_other_error_is_told_with_its_class_and_text(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"actor rank 0 failed in update: raised ValueError: seven is not eight"):
+        gather([make_call(tmp_path, 0, "raise_error")], phase="update", timeout_s=60)
+
+
+def test_a_worker_that_does_not_answer_is_named_with_the_deadline(tmp_path: Path) -> None:
+    calls = [make_call(tmp_path, 0, "answer", 1), make_call(tmp_path, 1, "hang")]
+    with pytest.raises(WorkerError, match=r"actor rank 1: no answer in log-probs within 3 s"):
+        gather(calls, phase="log-probs", timeout_s=3)

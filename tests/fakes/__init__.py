@@ -1,0 +1,1 @@
+"""In-memory stand-ins behind the ports: the whole loop in one process, with real algorithm maths."""

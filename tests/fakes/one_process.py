@@ -1,0 +1,284 @@
+"""FakeRollout, FakeReward, FakeActor, FakeCritic and FakeWeightSync: a bigram policy behind the ports of the loop.
+
+The policy is a table of logits [V, V] (next token given the last one); the critic a table of values [V]. Everything
+else is the product's own code: schedule, experience, losses. A Ref is the object itself. `data` > 1 runs the
+data-parallel ranks one after the other.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from megappo.algo.experience import ExperienceTotals, RewardTotals, build_experience, compute_token_rewards
+from megappo.algo.losses import PolicyLossBatch, ValueLossBatch, compute_policy_loss, compute_value_loss
+
+from megappo.balance.layout import RankLayout
+from megappo.batch.fields import concat, offsets_of, select
+from megappo.batch.refs import Ref
+from megappo.batch.requests import MiniBatch, UpdateRequest
+from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.config.algorithm import AlgorithmConfig
+from megappo.config.rollout import SamplingConfig
+from megappo.controller.ports import Draw, FinishedGroup, Plan, SequenceInfo, Shard
+from megappo.observability.metrics import Metrics, maximum, mean, merge
+from megappo.rewards.types import Reward, Sample
+
+EOS = 0
+
+
+def as_ref(value: Any) -> Any:
+    """In one process a Ref is the object itself."""
+    return value
+
+
+@dataclass
+class FakeRollout:
+    """Samples from its own copy of the table; the copy moves when weights are pushed."""
+
+    table: torch.Tensor
+    version: int = -1
+    calls: list[str] = field(default_factory=list)
+    stored: dict[int, tuple[int, list[int], list[int], list[float]]] = field(default_factory=dict)
+
+    def generate(self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int) -> Iterator[FinishedGroup]:
+        assert self.version >= 0, "generate before the first weight push"
+        self.calls.append("generate")
+        for draw in reversed(draws):  # engines finish in any order
+            yield self._group(draw, sampling, np.random.default_rng((seed, draw.group_id)))
+
+    def _group(self, draw: Draw, sampling: SamplingConfig, random: np.random.Generator) -> FinishedGroup:
+        infos, samples = [], []
+        for sequence_id in draw.sequence_ids:
+            tokens, log_probs = self._sample(draw.prompt.tokens[-1], sampling, random)
+            self.stored[sequence_id] = (draw.group_id, draw.prompt.tokens, tokens, log_probs)
+            reason = "stop" if tokens[-1] == EOS else "length"
+            infos.append(
+                SequenceInfo(
+                    sequence_id=sequence_id,
+                    group_id=draw.group_id,
+                    prompt_tokens=len(draw.prompt.tokens),
+                    response_tokens=len(tokens),
+                    finish_reason=reason,
+                    policy_version=self.version,
+                    row=draw.prompt.row,
+                )
+            )
+            text = " ".join(map(str, tokens))
+            samples.append(Sample(prompt=draw.prompt.text, response=text, answer=None, finish_reason=reason))
+        return FinishedGroup(sequences=infos, samples=as_ref(samples))
+
+    def _sample(
+        self, last: int, sampling: SamplingConfig, random: np.random.Generator
+    ) -> tuple[list[int], list[float]]:
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        while len(tokens) < sampling.max_new_tokens:
+            row = torch.log_softmax(self.table[last] / (sampling.temperature or 1.0), dim=-1).double().numpy()
+            greedy = sampling.temperature == 0
+            last = int(row.argmax()) if greedy else int(random.choice(len(row), p=np.exp(row) / np.exp(row).sum()))
+            tokens.append(last)
+            log_probs.append(float(row[last]))
+            if last == EOS:
+                break
+        return tokens, log_probs
+
+    def pack(self, shards: Sequence[Sequence[int]]) -> list[Shard]:
+        self.calls.append("pack")
+        packed = [
+            Shard(sequence_ids=list(ids), pieces=[as_ref(self._pack([sequence_id])) for sequence_id in reversed(ids)])
+            for ids in shards
+        ]
+        self.stored.clear()
+        return packed
+
+    def _pack(self, sequence_ids: Sequence[int]) -> RolloutBatch:
+        group_id, prompt, response, log_probs = self.stored[sequence_ids[0]]
+        return RolloutBatch(
+            offsets=offsets_of([len(prompt) + len(response)]),
+            tokens=np.array([*prompt, *response], dtype=np.int32),
+            response_mask=np.array([False] * len(prompt) + [True] * len(response)),
+            rollout_log_probs=np.array([0.0] * len(prompt) + log_probs, dtype=np.float32),
+            sequence_ids=np.array(sequence_ids, dtype=np.int64),
+            group_ids=np.array([group_id], dtype=np.int64),
+        )
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+
+@dataclass
+class FakeReward:
+    """Scores the text of each sample with a function."""
+
+    function: Callable[[Sample], Reward]
+    pending: list[FinishedGroup] = field(default_factory=list)
+
+    def submit(self, group: FinishedGroup) -> None:
+        self.pending.append(group)
+
+    def collect(self) -> tuple[dict[int, Reward], dict[int, Sample]]:
+        rewards: dict[int, Reward] = {}
+        samples: dict[int, Sample] = {}
+        for group in self.pending:
+            for info, sample in zip(group.sequences, cast(list[Sample], group.samples)):
+                rewards[info.sequence_id], samples[info.sequence_id] = self.function(sample), sample
+        self.pending = []
+        return rewards, samples
+
+
+def open_shard(shard: Shard) -> RolloutBatch:
+    """Return a shard's sequences in its order."""
+    batch = concat(cast(list[RolloutBatch], shard.pieces))
+    position = {int(sequence_id): index for index, sequence_id in enumerate(batch.sequence_ids)}
+    return select(batch, [position[sequence_id] for sequence_id in shard.sequence_ids])
+
+
+def per_token_field(batch: RolloutBatch, values: torch.Tensor) -> TokenField:
+    """Return values [N] with zeros off the response mask."""
+    masked = np.where(batch.response_mask, values.detach().float().numpy(), np.float32(0))
+    return TokenField(offsets=batch.offsets, values=masked.astype(np.float32), sequence_ids=batch.sequence_ids)
+
+
+def previous_tokens(batch: RolloutBatch | Experience) -> torch.Tensor:
+    """Token before each token, [N]; the first token of a sequence gets itself."""
+    tokens = torch.from_numpy(batch.tokens.astype(np.int64))
+    previous = torch.roll(tokens, 1)
+    first = torch.from_numpy(batch.offsets[:-1])
+    previous[first] = tokens[first]
+    return previous
+
+
+class FakeTrainer:
+    """Update loop shared by actor and critic: plain SGD on one table, gradients summed over the ranks."""
+
+    def __init__(self, table: torch.Tensor, *, data: int, lr: float, algorithm: AlgorithmConfig) -> None:
+        self.table = table.clone().requires_grad_()
+        self.layout = RankLayout(data=data)
+        self.algorithm = algorithm
+        self.lr = lr
+        self.updates = 0
+        self.saved: list[str] = []
+
+    def mine(self, items: Sequence[Any], rank: int) -> list[Any]:
+        share = len(items) // self.layout.data
+        return list(items[rank * share : (rank + 1) * share])
+
+    def update(self, experience: Sequence[Ref[Experience]], requests: Sequence[UpdateRequest]) -> Metrics:
+        self.updates += 1
+        batches = [concat(cast(list[Experience], self.mine(experience, rank))) for rank in range(self.layout.data)]
+        metrics: list[Metrics] = []
+        for _ in range(requests[0].epochs):
+            for index in range(len(requests[0].mini_batches)):
+                self.table.grad = None
+                for batch, request in zip(batches, requests):
+                    metrics += self._accumulate(batch, request, request.mini_batches[index])
+                with torch.no_grad():
+                    if self.table.grad is not None:
+                        self.table -= self.lr * self.table.grad
+        return merge(metrics)
+
+    def _accumulate(self, batch: Experience, request: UpdateRequest, mini_batch: MiniBatch) -> list[Metrics]:
+        position = {int(sequence_id): index for index, sequence_id in enumerate(batch.sequence_ids)}
+        metrics = []
+        for ids in mini_batch.micro_batches:
+            if not ids:
+                continue
+            part = select(batch, [position[sequence_id] for sequence_id in ids])
+            weights = np.repeat([mini_batch.loss_weights[sequence_id] for sequence_id in ids], part.lengths)
+            loss, found = self.loss(part, torch.from_numpy(weights.astype(np.float32)), request)
+            loss.backward()
+            metrics.append(found)
+        return metrics
+
+    def loss(self, part: Experience, weights: torch.Tensor, request: UpdateRequest) -> tuple[torch.Tensor, Metrics]:
+        raise NotImplementedError
+
+    def save(self, folder: str) -> None:
+        self.saved.append(folder)
+        torch.save(self.table.detach(), f"{folder}/table.pt")
+
+    def load(self, folder: str) -> None:
+        with torch.no_grad():
+            self.table.copy_(torch.load(f"{folder}/table.pt"))
+
+
+class FakeActor(FakeTrainer):
+    """A bigram policy with a frozen reference."""
+
+    def __init__(self, table: torch.Tensor, *, data: int, lr: float, algorithm: AlgorithmConfig) -> None:
+        super().__init__(table, data=data, lr=lr, algorithm=algorithm)
+        self.reference = table.clone()
+
+    def log_probs_of(self, batch: RolloutBatch | Experience, table: torch.Tensor) -> torch.Tensor:
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64))
+        return torch.log_softmax(table, dim=-1)[previous_tokens(batch), tokens]
+
+    def compute_log_probs(
+        self, shards: Sequence[Shard], plan: Plan, *, reference: bool = False
+    ) -> tuple[list[Ref[TokenField]], Metrics]:
+        planned = sorted(sequence_id for rank in plan for ids in rank for sequence_id in ids)
+        assert planned == sorted(sequence_id for shard in shards for sequence_id in shard.sequence_ids)
+        table = self.reference if reference else self.table
+        batches = [open_shard(shard) for shard in shards]
+        fields = [per_token_field(batch, self.log_probs_of(batch, table)) for batch in batches]
+        return [as_ref(item) for item in fields], {} if reference else {"actor/entropy/mean": mean(1.0, 1)}
+
+    def compute_token_rewards(
+        self, shards: Sequence[Shard], *, kl_coef: float, **per_shard: Sequence[Any] | None
+    ) -> tuple[list[Ref[TokenField]], list[RewardTotals]]:
+        results = [
+            compute_token_rewards(open_shard(shard), algorithm=self.algorithm, kl_coef=kl_coef, **at(per_shard, index))
+            for index, shard in enumerate(shards)
+        ]
+        return [as_ref(rewards) for rewards, _ in results], [totals for _, totals in results]
+
+    def build_experience(
+        self, shards: Sequence[Shard], **per_shard: Sequence[Any] | None
+    ) -> tuple[list[Ref[Experience]], list[ExperienceTotals]]:
+        results = [
+            build_experience(open_shard(shard), algorithm=self.algorithm, **at(per_shard, index))
+            for index, shard in enumerate(shards)
+        ]
+        return [as_ref(experience) for experience, _ in results], [totals for _, totals in results]
+
+    def loss(self, part: Experience, weights: torch.Tensor, request: UpdateRequest) -> tuple[torch.Tensor, Metrics]:
+        batch = PolicyLossBatch.from_experience(part, loss_weights=weights, whitening=request.whitening)
+        output = compute_policy_loss(self.log_probs_of(part, self.table), batch, self.algorithm)
+        return output.loss, output.metrics
+
+
+class FakeCritic(FakeTrainer):
+    """Value of the last token, from a table [V]."""
+
+    def compute_values(self, shards: Sequence[Shard], plan: Plan) -> tuple[list[Ref[TokenField]], Metrics]:
+        batches = [open_shard(shard) for shard in shards]
+        return [as_ref(per_token_field(batch, self.table[previous_tokens(batch)])) for batch in batches], {}
+
+    def loss(self, part: Experience, weights: torch.Tensor, request: UpdateRequest) -> tuple[torch.Tensor, Metrics]:
+        batch = ValueLossBatch.from_experience(part, loss_weights=weights)
+        output = compute_value_loss(self.table[previous_tokens(part)], batch, self.algorithm)
+        return output.loss, output.metrics
+
+
+def at(per_shard: dict[str, Sequence[Any] | None], index: int) -> dict[str, Any]:
+    """Return the arguments of one shard."""
+    return {name: None if values is None else values[index] for name, values in per_shard.items()}
+
+
+@dataclass
+class FakeWeightSync:
+    """Copies the actor's table into the rollout."""
+
+    actor: FakeActor
+    rollout: FakeRollout
+
+    def push(self, version: int) -> Metrics:
+        self.rollout.calls.append("push")
+        self.rollout.table = self.actor.table.detach().clone()
+        self.rollout.version = version
+        return {"weights/version": maximum(version)}
