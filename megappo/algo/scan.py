@@ -51,8 +51,8 @@ def _chain_blocks(heads: Tensor, first_block: Tensor, blocks: Tensor, decay: flo
     starts, sizes = first_block[by_size], blocks[by_size]
     largest = int(sizes[0])
     # Sequences with more than j blocks are a prefix of the sorted ones.
-    prefix = torch.searchsorted(-sizes, -torch.arange(largest, device=sizes.device)).tolist()
+    prefix = torch.searchsorted(-sizes, -torch.arange(largest, device=sizes.device)).cpu().numpy()
     for block in range(largest - 2, -1, -1):
-        after = starts[: prefix[block + 1]] + block + 1
+        after = starts[: int(prefix[block + 1])] + block + 1
         carry[after - 1] = heads[after] + decay * carry[after]
     return carry

@@ -1,10 +1,12 @@
-"""Micro-batches of one rank under a hard cap of tokens.
+"""Micro-batches under a hard cap of tokens.
 
 Invariants (asserted by tests/balance/test_micro_batches.py):
 1. Every position is in exactly one micro-batch; positions within a micro-batch ascend.
 2. No micro-batch holds more than the cap, except a single sequence that is longer than the cap: it runs alone.
 3. `pack` never makes two micro-batches that would fit into one.
-4. `spread` makes exactly the number asked for; some may be empty.
+4. Every rank gets the same number of micro-batches: at least `min_micro_batches`, a multiple of `multiple_of`; some
+   may be empty.
+5. The same input gives the same plan.
 
 A number of micro-batches from tokens divided by the cap is only a lower bound: five sequences of 5 tokens under a cap
 of 8 need five, not ceil(25 / 8) = 4. So the number comes from the packing itself.
@@ -16,6 +18,35 @@ from collections.abc import Sequence
 import numpy as np
 
 from megappo.balance.partition import level, partition
+
+
+def plan_micro_batches(
+    parts: Sequence[Sequence[int]],
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    max_tokens: int,
+    min_micro_batches: int = 1,
+    multiple_of: int = 1,
+) -> list[list[list[int]]]:
+    """Cut each rank's positions into micro-batches, the same number on every rank, nearly equal in tokens.
+
+    Args:
+        parts: positions of each rank.
+        max_tokens: hard cap of a micro-batch.
+        multiple_of: the number of micro-batches is rounded up to a multiple of this (interleaved pipelines).
+
+    Returns:
+        [rank][micro-batch] -> positions. Where a rank has too few sequences the rest is explicit empty micro-batches:
+        it still runs every collective.
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    positions = [np.asarray(part, dtype=np.int64) for part in parts]
+    needed = max((len(pack(tokens[part], max_tokens)) for part in positions), default=0)
+    count = -(-max(needed, min_micro_batches) // multiple_of) * multiple_of
+    return [
+        [part[chosen].tolist() for chosen in spread(tokens[part], count, max_tokens)] if count else []
+        for part in positions
+    ]
 
 
 def micro_batch_bound(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Which sequence is computed where and when: mini-batches, shards, micro-batches.
+"""Which sequence is computed where and when: mini-batches and shards.
 
 Positions are indices into the lengths given. A shard is the unit that a data-parallel rank owns: with S shards and R
 ranks (R divides S) rank r owns shards r * S / R to (r + 1) * S / R - 1, so that groups of workers with different
@@ -9,9 +9,7 @@ Invariants (asserted by tests/balance/test_schedule.py):
 2. A mini-batch holds whole groups; which groups depends on the group ids only, never on lengths, order of arrival,
    the number of shards or balancing. Numbers of groups of two mini-batches differ by at most one; none is empty.
 3. With `keep_groups` all sequences of a group are in one shard.
-4. Every rank has the same number of micro-batches: at least `min_micro_batches`, a multiple of `multiple_of`.
-5. A micro-batch holds at most `max_tokens` tokens, or one longer sequence alone.
-6. The same input gives the same schedule.
+4. The same input gives the same schedule.
 """
 
 from collections.abc import Sequence
@@ -20,7 +18,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from megappo.balance.micro_batches import pack, spread
 from megappo.balance.partition import partition
 from megappo.balance.workload import TOKENS, Workload
 
@@ -73,35 +70,6 @@ def build_batch_schedule(
         mini_batches.append(shards)
     joined = [[position for shards in mini_batches for position in shards[shard]] for shard in range(num_shards)]
     return BatchSchedule(shards=joined, mini_batches=mini_batches)
-
-
-def plan_micro_batches(
-    parts: Sequence[Sequence[int]],
-    lengths: Sequence[int] | np.ndarray,
-    *,
-    max_tokens: int,
-    min_micro_batches: int = 1,
-    multiple_of: int = 1,
-) -> list[list[list[int]]]:
-    """Cut each rank's positions into micro-batches, the same number on every rank, nearly equal in tokens.
-
-    Args:
-        parts: positions of each rank.
-        max_tokens: hard cap of a micro-batch.
-        multiple_of: the number of micro-batches is rounded up to a multiple of this (interleaved pipelines).
-
-    Returns:
-        [rank][micro-batch] -> positions. Where a rank has too few sequences the rest is explicit empty micro-batches:
-        it still runs every collective.
-    """
-    tokens = np.asarray(lengths, dtype=np.int64)
-    positions = [np.asarray(part, dtype=np.int64) for part in parts]
-    needed = max((len(pack(tokens[part], max_tokens)) for part in positions), default=0)
-    count = -(-max(needed, min_micro_batches) // multiple_of) * multiple_of
-    return [
-        [part[chosen].tolist() for chosen in spread(tokens[part], count, max_tokens)] if count else []
-        for part in positions
-    ]
 
 
 def rank_shards(num_shards: int, num_ranks: int) -> list[range]:

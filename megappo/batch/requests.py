@@ -16,6 +16,20 @@ class Whitening:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class TokenSelection:
+    """The loss tokens whose key reaches the threshold get other treatment (clip_cov, kl_cov); made once per update,
+    so it does not depend on micro-batches or ranks. Keys: see `megappo.algo.selection`."""
+
+    mean_log_prob: float
+    """Mean old log-prob over the loss tokens of the step."""
+    mean_advantage: float
+    """Mean advantage before whitening over the loss tokens of the step."""
+    scale: float
+    """Inverse standard deviation of the whitening, else 1."""
+    threshold: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class MiniBatch:
     """One optimizer step of one rank."""
 
@@ -34,4 +48,6 @@ class UpdateRequest:
     epochs: int = 1
     whitening: Whitening | None = None
     """Of the advantages (actor only)."""
+    selection: TokenSelection | None = None
+    """Of tokens, for policy losses that select some (actor only)."""
     metrics_prefix: str = field(default="actor")

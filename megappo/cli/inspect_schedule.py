@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megappo.balance.micro_batches import micro_batch_bound
+from megappo.balance.micro_batches import micro_batch_bound, plan_micro_batches
 from megappo.balance.partition import imbalance, partition
-from megappo.balance.schedule import plan_micro_batches
 from megappo.balance.workload import TOKENS, Workload, workload_of_model
 from megappo.errors import ConfigError, DataError, Violation
 

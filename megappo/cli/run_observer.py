@@ -19,7 +19,7 @@ from megappo.observability.tracker import Tracker
 
 _WINDOW = 10
 """Steps averaged at both ends of a run for the summary."""
-_DIFFERENCE = "rollout/log_prob_diff/max"
+_DIFFERENCE = "actor/rollout_log_prob_diff/max"
 _TRACKER_STATUS = {"completed": "finished", "interrupted": "interrupted"}
 """How a run ended -> how trackers call it; anything else is a failure."""
 

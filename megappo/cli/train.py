@@ -4,7 +4,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from megappo.algo.kl import KLController
+from megappo.algo.kl import KLCoefficient
 from megappo.cli.run_observer import RunObserver
 from megappo.cluster.session import Session
 from megappo.config.run import RunConfig
@@ -68,7 +68,7 @@ def _run(
             actor=session.actor,
             critic=session.critic,
             weight_sync=session.weight_sync,
-            kl_controller=KLController(config.algorithm.kl.in_reward),
+            kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
         )
         controller = PPOController(
             parts, validation=validation, checkpoint_dir=directory.checkpoints, observer=observer

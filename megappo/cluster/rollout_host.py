@@ -1,24 +1,27 @@
 """One rollout engine in a process of its own, and the sampled tokens it keeps until they are packed."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import ray
 
 from megappo.batch.fields import offsets_of
+from megappo.batch.refs import Ref
 from megappo.batch.stages import RolloutBatch
 from megappo.cluster.runtime import describe_process
+from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, FinishedGroup, SequenceInfo
 from megappo.observability.logging import redirect_process_output
 from megappo.rewards.types import Sample
-from megappo.rollout.engine import GenerateRequest, GroupOutput, WeightGroup
+from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -28,8 +31,7 @@ class HostSpec:
     index: int
     log_path: Path
     engine_log_path: Path
-    device: str
-    """cpu or cuda."""
+    device: DeviceKind
     visible_devices: list[str]
     """CUDA devices of the engine's bundles; empty on CPU."""
 
@@ -50,20 +52,24 @@ class RolloutHost:
     def __init__(self, spec: HostSpec, config: RunConfig) -> None:
         redirect_process_output(spec.log_path)
         from megappo.data.tokenizer import load_tokenizer
-        from megappo.rollout import make_engine
+        from megappo.rollout import ENGINES
 
+        if spec.visible_devices:
+            # Ray shows this process one device; an engine over several bundles needs them all.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
         self.spec = spec
         self.config = config
         self._tokenizer = load_tokenizer(config.model.path)
-        self._engine = make_engine(
-            config.rollout,
-            model=config.model,
-            device=spec.device,
-            visible_devices=spec.visible_devices,
-            index=spec.index,
-            seed=config.seed,
-            log_path=spec.engine_log_path,
-            weight_timeout_s=config.weight_sync.timeout_s,
+        self._engine = ENGINES.get(config.rollout.engine)(
+            EngineSpec(
+                config=config.rollout,
+                model=config.model,
+                device=spec.device,
+                index=spec.index,
+                seed=config.seed,
+                log_path=spec.engine_log_path,
+                weight_timeout_s=config.weight_sync.timeout_s,
+            )
         )
         self._stored: dict[int, _Stored] = {}
 
@@ -131,7 +137,7 @@ class RolloutHost:
                     extra=draw.prompt.extra,
                 )
             )
-        return FinishedGroup(sequences=sequences, samples=ray.put(samples))
+        return FinishedGroup(sequences=sequences, samples=cast(Ref[list[Sample]], ray.put(samples)))
 
     async def pack(self, shards: list[list[int]]) -> list[Any]:
         """Put this engine's part of every shard into the object store (None where it has none); forget the rest."""

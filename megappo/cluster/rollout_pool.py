@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from megappo.batch.refs import Ref
 from megappo.cluster.placement import Slot
 from megappo.cluster.rollout_host import HostSpec, RolloutHost
 from megappo.cluster.runtime import Call, describe_failure, gather
+from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, FinishedGroup, Shard
@@ -26,7 +28,7 @@ class _DeviceHolder:
 class RolloutPool:
     """The engines of a run (port: RolloutClient)."""
 
-    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], device: str, log_dir: Path) -> None:
+    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], device: DeviceKind, log_dir: Path) -> None:
         self._config = config
         self._log_paths: list[Path] = []
         self._hosts: list[Any] = []
@@ -41,7 +43,7 @@ class RolloutPool:
                 log_path=log_dir / f"rollout-{index}.log",
                 engine_log_path=engine_log,
                 device=device,
-                visible_devices=self._reserve(mine) if device == "cuda" else [],
+                visible_devices=self._reserve(mine) if device is DeviceKind.cuda else [],
             )
             self._log_paths.append(engine_log)
             self._places.append("starting")
@@ -49,8 +51,8 @@ class RolloutPool:
 
     def _reserve(self, slots: Sequence[Slot]) -> list[str]:
         """Hold all devices of one engine; returns their ids."""
-        holders = [ray.remote(_DeviceHolder).options(**slot.options()).remote() for slot in slots[1:]]
-        probe = ray.remote(_DeviceHolder).options(**slots[0].options()).remote()
+        holders: list[Any] = [ray.remote(_DeviceHolder).options(**slot.options()).remote() for slot in slots[1:]]
+        probe: Any = ray.remote(_DeviceHolder).options(**slots[0].options()).remote()
         ids = [ids[0] for ids in ray.get([holder.device_ids.remote() for holder in (probe, *holders)])]
         ray.kill(probe)
         self._holders += holders
@@ -99,13 +101,13 @@ class RolloutPool:
                 worker = ", ".join(self._name(index) for index in streams.values())
                 error = TimeoutError(f"no group finished within {timeout_s:.0f} s")
                 raise self._failure(error, next(iter(streams.values())), worker)
-            stream = ready[0]
+            stream: Any = ready[0]
             index = streams[stream]
             try:
                 yield ray.get(next(stream))
             except StopIteration:
                 del streams[stream]
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 raise self._failure(error, index, self._name(index)) from None
 
     def _failure(self, error: Exception, index: int, worker: str) -> Exception:

@@ -1,5 +1,6 @@
 """Start of Ray, calls to worker processes, and what is said when one of them fails."""
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megappo.config.cluster import ClusterConfig
 from megappo.errors import EngineError, MegappoError, WorkerError
@@ -40,7 +41,7 @@ def describe_process() -> str:
 def start_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
     """Connect to the configured Ray cluster, or start Ray on this machine with `num_cpus` logical CPUs."""
     if cluster.address is not None:
-        ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         return
     # A Ray of our own listens on loopback and ends with this process; its token authentication only adds a warning.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -49,7 +50,7 @@ def start_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
         num_cpus=cluster.num_cpus or num_cpus,
         include_dashboard=False,
         object_store_memory=cluster.object_store_bytes,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
     )
@@ -84,7 +85,7 @@ def _explain(calls: Sequence[Call], phase: str) -> MegappoError:
     for call in calls:
         try:
             ray.get(call.ref, timeout=0.1)
-        except ray.exceptions.GetTimeoutError:
+        except GetTimeoutError:
             continue
         except (RayError, MegappoError) as error:
             failures.append((_rank_of(error), call, error))

@@ -4,17 +4,21 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import psutil
 import ray
 
 from megappo.algo.advantages import needs_values
+from megappo.batch.refs import Ref
+from megappo.batch.stages import Experience
 from megappo.cluster.groups import ActorGroup, CriticGroup
 from megappo.cluster.placement import Placement
 from megappo.cluster.reward_pool import RewardPool
 from megappo.cluster.rollout_pool import RolloutPool
 from megappo.cluster.runtime import gather, start_ray
 from megappo.cluster.weight_sync import BroadcastWeightSync
+from megappo.config.cluster import DeviceKind
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 
@@ -58,7 +62,7 @@ class Session:
         self.rollout = RolloutPool(
             config,
             slots=placement.slots("rollout", engine_ranks),
-            device=self._backend.kind,
+            device=DeviceKind(self._backend.kind),
             log_dir=self._log_dir,
         )
         self._started.append(self.rollout)
@@ -86,6 +90,10 @@ class Session:
         placement = self._reserve({"actor": self._config.cluster.actor})
         calls = self._make_actor(placement).start()
         gather(calls, phase="start", timeout_s=self._config.cluster.start_timeout_s)
+
+    def put(self, experience: Experience) -> Ref[Experience]:
+        """Put experience made by the driver into the object store."""
+        return cast(Ref[Experience], ray.put(experience))
 
     def _make_actor(self, placement: Placement) -> ActorGroup:
         cluster = self._config.cluster

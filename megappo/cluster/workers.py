@@ -163,15 +163,8 @@ class ActorWorker(TrainingWorker):
         self, call: BatchCall, micro_batches: list[list[int]], *, reference: bool
     ) -> tuple[list[Any], Metrics] | None:
         """Log-probs of this rank's sequences, one reference per shard."""
-        from megappo.algo.diagnostics import compare_log_probs
-
-        batch = self._load(call)
-        log_probs, metrics = self.trainer.compute_log_probs(batch, micro_batches, reference=reference)
-        if log_probs is None:
-            return None
-        if not reference:
-            metrics = metrics | compare_log_probs(log_probs, batch)
-        return split_by_shard(log_probs, call), metrics
+        log_probs, metrics = self.trainer.compute_log_probs(self._load(call), micro_batches, reference=reference)
+        return None if log_probs is None else (split_by_shard(log_probs, call), metrics)
 
     def compute_token_rewards(self, call: BatchCall, *, kl_coef: float, **per_shard: Any) -> list[tuple[Any, Any]]:
         """Token rewards, shard by shard: (reference of the TokenField, RewardTotals)."""

@@ -1,7 +1,7 @@
 """The algorithm: advantage, losses, KL, correction. The same keys serve a run and `megappo inspect algorithm`."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 
 class KLController(Enum):
@@ -19,7 +19,7 @@ class OldLogProbs(Enum):
     rollout = "rollout"
 
 
-class Aggregation(Enum):
+class Aggregation(StrEnum):
     """How token losses become one number. N tokens and S sequences on the loss mask of the whole mini-batch."""
 
     token_mean = "token_mean"

@@ -4,12 +4,12 @@ The rules (torch-free) and the registries of `megappo.algo` both read these tabl
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
-from megappo.config.algorithm import Aggregation
+from megappo.config.algorithm import Aggregation, AlgorithmConfig
 
 
-class AdvantageScope(Enum):
+class AdvantageScope(StrEnum):
     """Which numbers an estimator looks at, hence where it runs."""
 
     sequence = "sequence"
@@ -33,6 +33,7 @@ class EstimatorDeclaration:
     """Its token advantages are whitened over the response tokens of the global batch while `whiten` is true."""
     compares_groups: bool = False
     """Compares the samples of one prompt: gives nothing with one sample per prompt."""
+    reads_old_log_probs: bool = False
     reads_penalties: bool = True
     """Sees KL in reward and the over-long penalty."""
     refuses_negative_scores: bool = False
@@ -43,7 +44,7 @@ class LossDeclaration:
     """Declaration of a policy loss."""
 
     keys: frozenset[str] = frozenset()
-    """Keys of `algorithm.policy_loss` it reads, besides name, aggregation and constant_length; `clip.x` for clip keys."""
+    """Keys of `algorithm.policy_loss` it reads, besides name, aggregation and constant_length; `clip.low` and so on."""
     aggregation: Aggregation = Aggregation.token_mean
     """The one used when none is configured."""
     fixed_aggregation: bool = False
@@ -75,7 +76,9 @@ ESTIMATOR_DECLARATIONS: dict[str, EstimatorDeclaration] = {
         compares_groups=True,
         reads_penalties=False,
     ),
-    "optimal_token_baseline": EstimatorDeclaration(scope=AdvantageScope.group_token, compares_groups=True),
+    "optimal_token_baseline": EstimatorDeclaration(
+        scope=AdvantageScope.group_token, compares_groups=True, reads_old_log_probs=True
+    ),
 }
 
 _CLIP = frozenset({"clip.low", "clip.high"})
@@ -96,3 +99,16 @@ LOSS_DECLARATIONS: dict[str, LossDeclaration] = {
     ),
     "kl_cov": LossDeclaration(keys=frozenset({"selected_fraction", "selected_kl_coef"}), selects_tokens=True),
 }
+
+
+def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
+    """Whether something before the update (KL in reward, correction, advantages, a token selection) reads them, so
+    that `old_log_probs: auto` may not leave the pass out."""
+    estimator = ESTIMATOR_DECLARATIONS.get(algorithm.advantage.name)
+    loss = LOSS_DECLARATIONS.get(algorithm.policy_loss.name)
+    return (
+        algorithm.kl.in_reward.coef > 0
+        or algorithm.correction.is_on
+        or (estimator is not None and estimator.reads_old_log_probs)
+        or (loss is not None and loss.selects_tokens)
+    )

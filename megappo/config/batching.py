@@ -26,3 +26,8 @@ class BatchingConfig:
     def sequences_per_step(self) -> int:
         """Sequences sampled per step."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Mini-batches (optimizer steps per epoch) of a full step."""
+        return self.prompts_per_step // (self.mini_batch_prompts or self.prompts_per_step)

@@ -13,14 +13,16 @@ class SourceConfig:
     path: str | None = None
     """jsonl, parquet: file or glob."""
     prompt_column: str = "prompt"
-    answer_column: str = "answer"
+    """jsonl, parquet: column of the prompt, text or messages; `a.b` reaches into a nested column."""
+    answer_column: str | None = "answer"
+    """jsonl, parquet: column of the ground truth, text or number; null: rows have none."""
     task: str | None = None
     """reasoning_gym: task name."""
     # Any: the parameters belong to the task, which checks them itself.
     params: dict[str, Any] = field(default_factory=dict)
     """reasoning_gym: parameters of the task."""
     size: int | None = None
-    """reasoning_gym: number of rows made; files: first rows taken (None: all)."""
+    """First rows taken, `skip` counted in (null: all of a file, 1000 of reasoning_gym)."""
     seed: int = 0
     """reasoning_gym: seed of the rows."""
     skip: int = 0

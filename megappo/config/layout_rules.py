@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
 from megappo.config.model_shape import ModelShape
 from megappo.config.parallelism import ParallelismConfig
 from megappo.config.run import RunConfig
@@ -9,9 +10,10 @@ from megappo.errors import Violation
 
 
 def needs_critic(config: RunConfig) -> bool:
-    """Whether the shipped estimator that is configured reads values (one from outside the package may, too)."""
+    """Whether the configured estimator reads values (one from outside the package may, so its rules hold, too)."""
     name = config.algorithm.advantage.name
-    return name == "gae" or ":" in name
+    declaration = ESTIMATOR_DECLARATIONS.get(name)
+    return ":" in name if declaration is None else declaration.needs_values
 
 
 def trained_models(config: RunConfig) -> Iterator[tuple[str, ParallelismConfig, str]]:

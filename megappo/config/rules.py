@@ -2,9 +2,12 @@
 first. `megappo config` checks what needs no file system (`check_config`); a run adds `check_files`.
 
 To add one: write the function beside those of its kind (`value_rules`, `layout_rules`, `file_rules`) and list it here.
+Those of the algorithm section, which `megappo inspect algorithm` shares, are in `algorithm_rules`.
 """
 
 from megappo.config import file_rules, layout_rules, value_rules
+from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
+from megappo.config.algorithm_rules import algorithm_violations
 from megappo.config.model_shape import random_model_shape
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
@@ -20,6 +23,7 @@ _CONFIG_RULES = (
     value_rules.run_name_is_a_folder_name,
     value_rules.critic_warmup_needs_a_critic,
     value_rules.sources_are_complete,
+    value_rules.rows_are_left_after_skip,
     value_rules.validation_has_prompts,
     value_rules.model_reward_has_a_model,
     value_rules.cpu_engine_names_its_cache,
@@ -42,6 +46,7 @@ _FILE_RULES = (
 def check_config(config: RunConfig) -> list[Violation]:
     """Return the broken rules that can be seen without reading a file."""
     violations = [violation for rule in _CONFIG_RULES for violation in rule(config)]
+    violations += algorithm_violations(config.algorithm, samples_per_prompt=config.batching.samples_per_prompt)
     return violations + random_model_fits(config)
 
 
@@ -74,7 +79,8 @@ def start_up_notes(config: RunConfig) -> list[str]:
     """Return one line for each legal setting that is likely a mistake or worth knowing."""
     notes: list[str] = []
     algorithm, batching, sampling = config.algorithm, config.batching, config.rollout.sampling
-    if batching.samples_per_prompt == 1 and algorithm.advantage.name in GROUP_ESTIMATORS:
+    estimator = ESTIMATOR_DECLARATIONS.get(algorithm.advantage.name)
+    if batching.samples_per_prompt == 1 and estimator is not None and estimator.compares_groups:
         notes.append(
             f"batching.samples_per_prompt=1: {algorithm.advantage.name} compares the samples of one prompt, "
             "so every advantage is 0 and nothing is learned"
@@ -87,7 +93,3 @@ def start_up_notes(config: RunConfig) -> list[str]:
             "full vocabulary, and no log-prob difference shows it"
         )
     return notes
-
-
-GROUP_ESTIMATORS = frozenset({"grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl"})
-"""Shipped estimators whose advantage of a sample that is alone in its group is 0."""

@@ -5,6 +5,7 @@ The only module here that knows Hydra. Nothing is written, the working directory
 A value given for a whole map (`cluster.pools={a: 1, b: 1}`) replaces the map.
 """
 
+import re
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -97,7 +98,7 @@ def _parse(text: str, violations: list[Violation]) -> Override | None:
         violations.append(Violation(key=key, value=value, rule="cannot be read", remedy=remedy))
         return None
     if override.is_sweep_override():
-        given = text.partition("=")[2]
+        given = _given(override)
         remedy = f"for a list write [{given}], for text quote it"
         violations.append(Violation(key=override.key_or_group, value=given, rule="holds several values", remedy=remedy))
         return None
@@ -106,7 +107,8 @@ def _parse(text: str, violations: list[Violation]) -> Override | None:
 
 def _is_group(override: Override) -> bool:
     name = override.key_or_group
-    return name.startswith("hydra.") or (isinstance(override.value(), str | None) and (config_folder() / name).is_dir())
+    is_choice = override.is_delete() or isinstance(override.value(), str)
+    return name.startswith("hydra.") or (is_choice and (config_folder() / name).is_dir())
 
 
 def _compose_groups(groups: Sequence[Override], violations: list[Violation]) -> DictConfig | None:
@@ -124,25 +126,32 @@ def _bad_choice(override: Override) -> Violation | None:
     try:
         compose("run", overrides=[cast(str, override.input_line)])
     except MissingConfigException as error:
+        group, choice = override.key_or_group, override.value()
+        if error.missing_cfg_file != f"{group}/{choice}":
+            return None
         options = ", ".join(error.options or [])
-        return Violation(
-            key=override.key_or_group, value=override.value(), rule="is not there", remedy=f"use one of {options}"
-        )
+        return Violation(key=group, value=choice, rule="is not there", remedy=f"use one of {options}")
     except (HydraException, OmegaConfBaseException):
         return None
     return None
 
 
 def _fault_in_files(error: Exception, lines: Sequence[str]) -> Violation:
-    """Return the violation for a file that does not fit the schema."""
-    parts = str(error).splitlines()
-    key = next((line.partition("full_key:")[2].strip() for line in parts if "full_key:" in line), "")
-    where = parts[0].partition(":")[0].removeprefix("In ") if isinstance(error, ConfigCompositionException) else ""
-    reason = parts[1] if len(parts) > 1 else parts[0]
+    """Return the violation for a file that does not fit the schema or names a file that is not there.
+
+    Hydra's messages read `In 'experiment/mine': ConfigKeyError raised while composing config:`, then the reason and
+    lines such as `full_key: rollout.samplin`.
+    """
+    message = [line.strip() for line in str(error).splitlines() if line.strip()]
+    place = re.match(r"In '(.+?)': (.*)", message[0])
+    file, reason = place.groups() if place else ("configuration", message[0])
+    if "raised while composing" in reason and len(message) > 1:
+        reason = message[1]
+    key = next((line.partition("full_key:")[2].strip() for line in message if line.startswith("full_key:")), "")
     unknown = bool(key) and schema.annotation_of(key) is None
-    remedy = _did_you_mean(key) if unknown else "compare with `megappo config`"
+    remedy = _did_you_mean(key) if unknown else "mend the file, or choose another one"
     return Violation(
-        key=where or "configuration", value=key or " ".join(lines), rule=f"cannot be composed: {reason}", remedy=remedy
+        key=f"configs/{file}.yaml", value=key or " ".join(lines), rule=f"cannot be composed: {reason}", remedy=remedy
     )
 
 
@@ -151,7 +160,14 @@ def _apply(tree: DictConfig, override: Override, violations: list[Violation]) ->
     key, value = override.key_or_group, override.value()
     annotation = schema.annotation_of(key)
     if annotation is None:
-        violations.append(_unknown_key(key, value))
+        violations.append(
+            Violation(
+                key=key,
+                value=_given(override),
+                rule="is not a key of the configuration",
+                remedy=_did_you_mean(key),
+            )
+        )
     elif override.is_delete():
         violations.append(
             Violation(key=key, value="~", rule="cannot be removed", remedy=f"it holds {schema.describe(annotation)}")
@@ -162,7 +178,7 @@ def _apply(tree: DictConfig, override: Override, violations: list[Violation]) ->
             is_map = typing.get_origin(schema.without_none(annotation)) is dict
             OmegaConf.update(tree, key, value, merge=not is_map)
         except OmegaConfBaseException as error:
-            violations.append(_wrong_value(key, value, annotation, OmegaConf.select(tree, key), error))
+            violations.append(_wrong_value(override, annotation, OmegaConf.select(tree, key), error))
 
 
 def _make_sections(tree: DictConfig, key: str) -> None:
@@ -176,25 +192,25 @@ def _make_sections(tree: DictConfig, key: str) -> None:
             OmegaConf.update(tree, path, OmegaConf.structured(section), merge=False)
 
 
-# Any: whatever was written after the equals sign.
-def _unknown_key(key: str, value: Any) -> Violation:
-    return Violation(key=key, value=value, rule="is not a key of the configuration", remedy=_did_you_mean(key))
-
-
 def _did_you_mean(key: str) -> str:
     near = schema.nearest_keys(key)
     return f"did you mean {' or '.join(near)}?" if near else "`megappo config` prints all keys"
 
 
-# Any: whatever was written after the equals sign.
-def _wrong_value(key: str, value: Any, annotation: schema.Annotation, now: object, error: Exception) -> Violation:
-    if type(value) in (dict, list):
+def _wrong_value(override: Override, annotation: schema.Annotation, now: object, error: Exception) -> Violation:
+    key = override.key_or_group
+    if type(override.value()) in (dict, list):
         remedy = str(error).splitlines()[0]
     elif section := schema.section_of(annotation):
         remedy = f"set one of its keys, such as {key}.{next(iter(schema.field_types(section)))}"
     else:
         remedy = f"without this it is {_shown(now)}"
-    return Violation(key=key, value=value, rule=f"must be {schema.describe(annotation)}", remedy=remedy)
+    return Violation(key=key, value=_given(override), rule=f"must be {schema.describe(annotation)}", remedy=remedy)
+
+
+def _given(override: Override) -> str:
+    """Return what was written after the equals sign."""
+    return cast(str, override.input_line).partition("=")[2]
 
 
 def _shown(value: object) -> str:

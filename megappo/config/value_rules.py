@@ -1,8 +1,5 @@
 """Rules about single values and about values of one section."""
 
-import operator
-from collections.abc import Callable, Sequence
-
 from megappo.config.cluster import DeviceKind
 from megappo.config.layout_rules import needs_critic, roles
 from megappo.config.optim import OptimConfig, ScheduleKind
@@ -57,29 +54,24 @@ def value_of(config: RunConfig, key: str) -> object:
 
 
 def sizes_are_positive(config: RunConfig) -> list[Violation]:
-    """Counts, sizes and time limits are above 0 (null where the key admits it)."""
-    violations = _broken(config, _POSITIVE, operator.gt, "must be positive", "use 1 or more")
-    for pool, devices in config.cluster.pools.items():
-        if devices <= 0:
-            violations.append(
-                Violation(key=f"cluster.pools.{pool}", value=devices, rule="must be positive", remedy="use 1 or more")
-            )
+    """Counts, sizes, rates and time limits are above 0 (null where the key admits it)."""
+    values = [(key, value_of(config, key)) for key in _POSITIVE]
+    values += [(f"cluster.pools.{pool}", devices) for pool, devices in config.cluster.pools.items()]
+    violations: list[Violation] = []
+    for key, value in values:
+        if isinstance(value, int | float) and not value > 0:
+            remedy = "use 1 or more" if isinstance(value, int) else "use a number above 0"
+            violations.append(Violation(key=key, value=value, rule="must be positive", remedy=remedy))
     return violations
 
 
 def amounts_are_not_negative(config: RunConfig) -> list[Violation]:
     """Numbers of which 0 means none are not below 0."""
-    return _broken(config, _NOT_NEGATIVE, operator.ge, "must not be negative", "use 0 or more")
-
-
-def _broken(
-    config: RunConfig, keys: Sequence[str], holds: Callable[[float, float], bool], rule: str, remedy: str
-) -> list[Violation]:
     violations: list[Violation] = []
-    for key in keys:
+    for key in _NOT_NEGATIVE:
         value = value_of(config, key)
-        if isinstance(value, int | float) and not holds(value, 0):
-            violations.append(Violation(key=key, value=value, rule=rule, remedy=remedy))
+        if isinstance(value, int | float) and not value >= 0:
+            violations.append(Violation(key=key, value=value, rule="must not be negative", remedy="use 0 or more"))
     return violations
 
 
@@ -213,7 +205,7 @@ def sources_are_complete(config: RunConfig) -> list[Violation]:
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):
         if source is None:
             continue
-        needed = {"jsonl": ("path",), "parquet": ("path",), "reasoning_gym": ("task", "size")}.get(source.kind, ())
+        needed = {"jsonl": ("path",), "parquet": ("path",), "reasoning_gym": ("task",)}.get(source.kind, ())
         violations.extend(
             Violation(
                 key=f"data.{name}.{key}",
@@ -224,6 +216,22 @@ def sources_are_complete(config: RunConfig) -> list[Violation]:
             for key in needed
             if getattr(source, key) is None
         )
+    return violations
+
+
+def rows_are_left_after_skip(config: RunConfig) -> list[Violation]:
+    """`size` counts from the first row of the source, `skip` included."""
+    violations: list[Violation] = []
+    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
+        if source is not None and source.size is not None and 0 < source.size <= source.skip:
+            violations.append(
+                Violation(
+                    key=f"data.{name}.size",
+                    value=source.size,
+                    rule=f"must be above data.{name}.skip={source.skip}: the skipped rows count",
+                    remedy=f"use {source.skip} plus the number of rows wanted",
+                )
+            )
     return violations
 
 
@@ -245,7 +253,9 @@ def model_reward_has_a_model(config: RunConfig) -> list[Violation]:
     if "reward" not in roles(config) or config.reward.model_path:
         return []
     remedy = "add reward.model_path=FOLDER of a sequence-classification model"
-    return [Violation(key="reward.model_path", value="null", rule="must be given with reward.name=model", remedy=remedy)]
+    return [
+        Violation(key="reward.model_path", value="null", rule="must be given with reward.name=model", remedy=remedy)
+    ]
 
 
 def cpu_engine_names_its_cache(config: RunConfig) -> list[Violation]:

@@ -37,7 +37,7 @@ def save_checkpoint(parts: Components, state: LoopState, directory: Path, *, kee
             "next_group_id": state.next_group_id,
             "next_sequence_id": state.next_sequence_id,
             "sampler": parts.sampler.state_dict(),
-            "kl_controller": parts.kl_controller.state_dict(),
+            "kl_coefficient": parts.kl_coefficient.state_dict(),
         }
         _write(aside / _LOOP_FILE, json.dumps(loop, indent=1))
         shutil.rmtree(final, ignore_errors=True)
@@ -88,7 +88,7 @@ def load_checkpoint(parts: Components, folder: Path) -> LoopState:
     if parts.critic is not None:
         parts.critic.load(str(folder / "critic"))
     parts.sampler.load_state_dict(loop["sampler"])
-    parts.kl_controller.load_state_dict(loop["kl_controller"])
+    parts.kl_coefficient.load_state_dict(loop["kl_coefficient"])
     return LoopState(step=loop["step"], next_group_id=loop["next_group_id"], next_sequence_id=loop["next_sequence_id"])
 
 

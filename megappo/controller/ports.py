@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megappo.algo.experience import ExperienceTotals, RewardTotals
 from megappo.balance.layout import RankLayout
 from megappo.batch.refs import Ref
 from megappo.batch.requests import UpdateRequest
@@ -95,29 +96,6 @@ class RewardClient(Protocol):
         """Wait for all submitted groups. Returns rewards by sequence id, and the samples of the first few groups
         (for the rollout log). Raises WorkerError when scoring fails."""
         ...
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RewardTotals:
-    """Per-sequence results of the token rewards of one shard, in shard order."""
-
-    returns: np.ndarray
-    """[B] float64: sum of the token rewards on the mask, KL and penalties included (s_i)."""
-    kl: np.ndarray
-    """[B] float64: masked mean of the KL in reward per sequence; NaN where it is off or the sequence is empty."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ExperienceTotals:
-    """Counts of one shard that the whole batch needs, in shard order."""
-
-    loss_tokens: np.ndarray
-    """[B] int64: tokens on the loss mask."""
-    advantage_count: float
-    advantage_mean: float
-    advantage_m2: float
-    """Sum of squared deviations from advantage_mean over response tokens."""
-    metrics: Metrics
 
 
 Plan = Sequence[Sequence[Sequence[int]]]

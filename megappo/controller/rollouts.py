@@ -96,9 +96,6 @@ def rollout_metrics(rollouts: ScoredRollouts) -> Metrics:
     """Rewards and shapes of what was sampled. Means are over sequences unless the name says otherwise."""
     count = len(rollouts.sequences)
     scores, responses = rollouts.scores, rollouts.response_lengths
-    groups = rollouts.group_ids
-    ids = np.unique(groups)
-    silent = sum(1 for group in ids if np.ptp(scores[groups == group]) == 0)
     metrics: Metrics = {
         "reward/mean": mean(float(scores.sum()), count),
         "reward/max": maximum(float(scores.max())),
@@ -106,8 +103,6 @@ def rollout_metrics(rollouts: ScoredRollouts) -> Metrics:
         "rollout/response_tokens/max": maximum(float(responses.max())),
         "rollout/truncated_ratio": mean(float(rollouts.truncated.sum()), count),
         "rollout/empty_ratio": mean(float((responses == 0).sum()), count),
-        "rollout/groups": mean(float(len(ids)), 1),
-        "rollout/groups_without_signal": mean(float(silent), len(ids)),
     }
     parts: dict[str, list[float]] = {}
     for reward in rollouts.rewards:

@@ -14,6 +14,7 @@ from megappo.balance.layout import RankLayout
 from megappo.balance.micro_batches import plan_micro_batches
 from megappo.balance.schedule import BatchSchedule, build_batch_schedule, rank_parts
 from megappo.batch.requests import MiniBatch, UpdateRequest, Whitening
+from megappo.config.algorithm import Aggregation
 from megappo.config.batching import BatchingConfig
 from megappo.controller.rollouts import ScoredRollouts
 
@@ -55,7 +56,7 @@ class StepSchedule:
         layout: RankLayout,
         *,
         loss_tokens: np.ndarray,
-        aggregation: str,
+        aggregation: Aggregation,
         constant_length: float | None,
         whitening: Whitening | None,
     ) -> list[UpdateRequest]:
@@ -110,12 +111,11 @@ def schedule_step(
         data_sizes: data-parallel sizes of the worker groups; there are as many shards as their least common multiple.
         keep_groups: keep all samples of a prompt in one shard (estimators of scope `group_token`).
     """
-    mini_batch_prompts = batching.mini_batch_prompts or batching.prompts_per_step
     schedule = build_batch_schedule(
         rollouts.lengths,
         rollouts.group_ids,
         num_shards=math.lcm(*data_sizes),
-        num_mini_batches=batching.prompts_per_step // mini_batch_prompts,
+        num_mini_batches=batching.num_mini_batches,
         balance=batching.balance,
         keep_groups=keep_groups,
     )

@@ -16,7 +16,7 @@ from megappo.batch.stages import Experience, RolloutBatch
 from megappo.config.batching import BatchingConfig
 from megappo.config.record import SftConfig
 from megappo.controller.ports import ActorClient
-from megappo.observability.metrics import values
+from megappo.observability.metrics import Metrics, values
 
 _LOSS_MEMORY = 0.9
 """Weight of the past in the running mean that `sft.stop_loss` is held against."""
@@ -75,7 +75,12 @@ def _supervised(batch: RolloutBatch) -> Experience:
     )
 
 
-def _update(actor: ActorClient, experience: Experience, batching: BatchingConfig, put: Callable[..., Ref[Experience]]):
+def _update(
+    actor: ActorClient,
+    experience: Experience,
+    batching: BatchingConfig,
+    put: Callable[[Experience], Ref[Experience]],
+) -> Metrics:
     """Run one optimizer step on one mini-batch, dealt over the data-parallel ranks."""
     ranks = [list(range(rank, experience.num_sequences, actor.layout.data)) for rank in range(actor.layout.data)]
     plan = plan_micro_batches(
@@ -87,7 +92,7 @@ def _update(actor: ActorClient, experience: Experience, batching: BatchingConfig
     )
     weight = 1.0 / float(experience.loss_mask.sum())
     ids = experience.sequence_ids
-    requests = []
+    requests: list[UpdateRequest] = []
     for micro_batches in plan:
         named = [[int(ids[position]) for position in positions] for positions in micro_batches]
         weights = {sequence_id: weight for positions in named for sequence_id in positions}

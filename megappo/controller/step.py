@@ -8,12 +8,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megappo.algo.advantages import SequenceBatch, compute_sequence_advantages, estimator_of
-from megappo.algo.aggregation import aggregation_of
-from megappo.algo.experience import ExperienceTotals, RewardTotals, merge_whitening
-from megappo.algo.kl import KLController
+from megappo.algo.advantages import (
+    SequenceInputs,
+    compute_sequence_advantages,
+    estimator_of,
+    group_metrics,
+    needs_sequence_advantages,
+)
+from megappo.algo.experience import ExperienceTotals, RewardTotals, merge_experience_metrics, merge_whitening
+from megappo.algo.kl import KLCoefficient
+from megappo.algo.losses import aggregation_of
 from megappo.batch.refs import Ref
 from megappo.batch.stages import Experience, TokenField
+from megappo.config.algorithm import Aggregation, AlgorithmConfig, OldLogProbs
+from megappo.config.algorithm_declarations import AdvantageScope
 from megappo.config.run import RunConfig
 from megappo.controller.ports import ActorClient, CriticClient, RewardClient, RolloutClient, Shard, WeightSync
 from megappo.controller.rollouts import ScoredRollouts, draw_prompts, generate_and_score, rollout_metrics
@@ -35,7 +43,7 @@ class Components:
     actor: ActorClient
     critic: CriticClient | None
     weight_sync: WeightSync
-    kl_controller: KLController
+    kl_coefficient: KLCoefficient
 
 
 class StepResult(NamedTuple):
@@ -64,7 +72,7 @@ def run_ppo_step(parts: Components, state: LoopState) -> StepResult:
             rollouts,
             config.batching,
             data_sizes=[client.layout.data for client in (parts.actor, parts.critic) if client is not None],
-            keep_groups=estimator_of(config.algorithm).scope == "group_token",
+            keep_groups=estimator_of(config.algorithm).declaration.scope is AdvantageScope.group_token,
         )
         shards = parts.rollout.pack(schedule.shard_ids())
         parts.rollout.sleep()
@@ -78,7 +86,7 @@ def run_ppo_step(parts: Components, state: LoopState) -> StepResult:
             parts.rollout.wake()
             sync_metrics = parts.weight_sync.push(state.step)
     metrics = merge([rollout_metrics(rollouts), experience_metrics, update_metrics, sync_metrics, timer.metrics()])
-    metrics |= step_metrics(parts, rollouts, schedule, seconds=timer.seconds("step"))
+    metrics |= step_metrics(parts, state, rollouts, schedule, seconds=timer.seconds("step"))
     return StepResult(metrics, rollouts)
 
 
@@ -89,11 +97,10 @@ def needs_old_log_probs(config: RunConfig) -> bool:
     before the update asks for it.
     """
     algorithm, batching = config.algorithm, config.batching
-    if algorithm.old_log_probs.name != "auto":
-        return algorithm.old_log_probs.name == "recompute"
-    mini_batches = batching.prompts_per_step // (batching.mini_batch_prompts or batching.prompts_per_step)
-    corrected = algorithm.correction.weight is not None or bool(algorithm.correction.reject)
-    return batching.ppo_epochs * mini_batches > 1 or algorithm.kl.in_reward.coef > 0 or corrected
+    if algorithm.old_log_probs is not OldLogProbs.auto:
+        return algorithm.old_log_probs is OldLogProbs.recompute
+    several_steps = batching.ppo_epochs * batching.num_mini_batches > 1
+    return several_steps or algorithm.kl.in_reward.coef > 0 or algorithm.correction.is_on
 
 
 def make_experience(
@@ -125,47 +132,60 @@ def make_experience(
             truncated=truncated,
             old_log_probs=old,
             ref_log_probs=ref,
-            kl_coef=parts.kl_controller.coef,
+            kl_coef=parts.kl_coefficient.value,
         )
+        inputs = sequence_inputs(rollouts, schedule, reward_totals)
         experience, totals = actor.build_experience(
             shards,
             rewards=rewards,
             truncated=truncated,
-            sequence_advantages=sequence_advantages(parts, rollouts, schedule, reward_totals),
+            sequence_advantages=sequence_advantages(inputs, schedule, algorithm),
             values=values,
             old_log_probs=old,
             ref_log_probs=ref,
         )
-    metrics += [part.metrics for part in totals]
-    metrics.append(update_kl_controller(parts, schedule, reward_totals))
+    metrics += [merge_experience_metrics(totals), group_metrics(inputs)]
+    metrics.append(move_kl_coefficient(parts, [part.kl for part in reward_totals]))
     return experience, totals, merge(metrics)
 
 
-def sequence_advantages(
-    parts: Components, rollouts: ScoredRollouts, schedule: StepSchedule, reward_totals: list[RewardTotals]
-) -> list[np.ndarray] | None:
-    """Advantages of estimators that need only scores and groups, per shard; None for all others."""
-    if estimator_of(parts.config.algorithm).scope != "sequence":
-        return None
-    batch = SequenceBatch(
-        returns=schedule.gather([totals.returns for totals in reward_totals]),
-        group_ids=rollouts.group_ids,
+def sequence_inputs(
+    rollouts: ScoredRollouts, schedule: StepSchedule, reward_totals: list[RewardTotals]
+) -> SequenceInputs:
+    """Return what is known of every sequence once its token rewards are summed."""
+    return SequenceInputs(
+        scores=schedule.gather([totals.returns for totals in reward_totals]),
         sequence_ids=schedule.sequence_ids,
+        group_ids=rollouts.group_ids,
         response_tokens=rollouts.response_lengths,
         parts=[reward.parts for reward in rollouts.rewards],
     )
-    return schedule.per_shard(compute_sequence_advantages(batch, parts.config.algorithm))
 
 
-def update_kl_controller(parts: Components, schedule: StepSchedule, reward_totals: list[RewardTotals]) -> Metrics:
-    """Move the KL coefficient by this step's KL: the mean over non-empty sequences of their masked mean."""
-    kl = schedule.gather([totals.kl for totals in reward_totals])
-    known = kl[np.isfinite(kl)]
-    metrics: Metrics = {"kl/in_reward/mean": mean(float(known.sum()), len(known))}
-    if parts.config.algorithm.kl.in_reward.coef > 0:
-        metrics["kl/in_reward/coef"] = mean(parts.kl_controller.coef, 1)
-    if len(known):
-        parts.kl_controller.update(float(known.mean()), num_sequences=len(known))
+def sequence_advantages(
+    inputs: SequenceInputs, schedule: StepSchedule, algorithm: AlgorithmConfig
+) -> list[np.ndarray] | None:
+    """Advantages of estimators that need only scores and groups, per shard; None for all others."""
+    if not needs_sequence_advantages(algorithm):
+        return None
+    return schedule.per_shard(compute_sequence_advantages(inputs, algorithm))
+
+
+def move_kl_coefficient(parts: Components, kl: list[np.ndarray]) -> Metrics:
+    """Move the KL coefficient by this step's KL; the metrics are of this step, before the move.
+
+    Args:
+        kl: per shard [B]: masked mean of the KL in reward per sequence, NaN where empty or off.
+    """
+    if parts.config.algorithm.kl.in_reward.coef == 0:
+        return {}
+    known = np.concatenate(kl)
+    known = known[np.isfinite(known)]
+    metrics: Metrics = {
+        "kl/in_reward/mean": mean(float(known.sum()), len(known)),
+        "kl/in_reward/coef": mean(parts.kl_coefficient.value, 1),
+    }
+    parts.kl_coefficient.update(kl)
     return metrics
 
 
@@ -180,14 +200,13 @@ def update_models(
     """Hops 7-8: critic update, then actor update once `trainer.critic_warmup` steps are done."""
     config = parts.config
     loss_tokens = schedule.gather([part.loss_tokens for part in totals])
-    loss = config.algorithm.policy_loss
     metrics: Metrics = {}
     if parts.critic is not None:
         with timer.phase("update_critic"):
             requests = schedule.update_requests(
                 parts.critic.layout,
                 loss_tokens=loss_tokens,
-                aggregation="token_mean",
+                aggregation=Aggregation.token_mean,
                 constant_length=None,
                 whitening=None,
             )
@@ -197,20 +216,22 @@ def update_models(
             requests = schedule.update_requests(
                 parts.actor.layout,
                 loss_tokens=loss_tokens,
-                aggregation=aggregation_of(loss),
-                constant_length=loss.constant_length,
-                whitening=merge_whitening(totals, config.algorithm),
+                aggregation=aggregation_of(config.algorithm),
+                constant_length=config.algorithm.policy_loss.constant_length,
+                whitening=merge_whitening(totals),
             )
             metrics |= parts.actor.update(experience, requests)
     return metrics
 
 
-def step_metrics(parts: Components, rollouts: ScoredRollouts, schedule: StepSchedule, *, seconds: float) -> Metrics:
+def step_metrics(
+    parts: Components, state: LoopState, rollouts: ScoredRollouts, schedule: StepSchedule, *, seconds: float
+) -> Metrics:
     """Sizes and throughput of the whole step."""
     tokens = int(rollouts.lengths.sum())
     versions = {info.policy_version for info in rollouts.sequences}
     return {
-        "data/epoch": mean(parts.sampler.epoch, 1),
+        "data/epoch": mean(state.step / parts.sampler.steps_per_epoch, 1),
         "rollout/sequences": total(len(rollouts.sequences)),
         "rollout/tokens": total(tokens),
         "rollout/policy_version/min": mean(min(versions), 1),

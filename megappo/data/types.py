@@ -1,7 +1,34 @@
-"""A prompt ready for generation."""
+"""A row of a source, and a prompt ready for generation."""
 
 from dataclasses import dataclass, field
 from typing import Any
+
+Message = dict[str, Any]  # Any: content may be text or parts, tool calls are nested
+"""One chat message: role, content and what else the chat template knows."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Row:
+    """One data row as a source gives it."""
+
+    row: int
+    """Row number in the source, rows left out included."""
+    question: str | list[Message]
+    """The user's text, or the conversation up to the answer."""
+    answer: str | None
+    source: str
+    # Any: the other columns.
+    extra: dict[str, Any] = field(default_factory=dict)
+    # Any: JSON schemas.
+    tools: list[dict[str, Any]] | None = None
+    """Tool schemas, handed to the chat template."""
+
+    @property
+    def text(self) -> str:
+        """The question, or the text contents of the messages joined by blank lines."""
+        if isinstance(self.question, str):
+            return self.question
+        return "\n\n".join(message["content"] for message in self.question if isinstance(message.get("content"), str))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -1,6 +1,6 @@
-"""Patches that let megatron-core 0.16.1 run on CPU tensors over gloo. Installed by `Backend.prepare_megatron` on CPU only.
+"""Patches that let megatron-core 0.16.1 run on CPU tensors over gloo; the CUDA path has none.
 
-Each patch is one function with its upstream place and its reason; all are safe to repeat and touch modules of
+`Backend.prepare_megatron` installs them on CPU. Each patch is one function with its upstream place and its reason; all are safe to repeat and touch modules of
 `megatron.core` only. tests/device/test_megatron_cpu.py has one test per patch, which fails when Megatron changes there.
 """
 
@@ -163,34 +163,36 @@ class _CudaTypeNames(TorchFunctionMode):
 
 
 def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(function, "megappo_original"):
-        return function
-
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:  # Any: the signature of the wrapped function
         with _CudaTypeNames():
             return function(*args, **kwargs)
 
-    call.megappo_original = function  # type: ignore[attr-defined]
     return call
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap a function of a Megatron module or class, once. The original stays at hand as `megappo_original`."""
+    original = getattr(owner, name)
+    if not hasattr(original, "megappo_original"):
+        wrapped = functools.wraps(original)(wrap(original))
+        wrapped.megappo_original = original  # type: ignore[attr-defined]
+        setattr(owner, name, wrapped)
 
 
 def name_cpu_tensors_as_cuda() -> None:
     """optimizer/clip_grads.py:167, optimizer.py:671, distrib_optimizer.py:361,582 compare type() with torch.cuda.*."""
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
-    optimizer.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(optimizer.clip_grad_by_total_norm_fp32)
-    for owner in (optimizer.Float16OptimizerWithFloat16Params, distrib_optimizer.DistributedOptimizer):
-        owner.__init__ = _with_cuda_type_names(owner.__init__)
+    _replace(optimizer, "clip_grad_by_total_norm_fp32", _with_cuda_type_names)
+    _replace(optimizer.Float16OptimizerWithFloat16Params, "__init__", _with_cuda_type_names)
+    _replace(distrib_optimizer.DistributedOptimizer, "__init__", _with_cuda_type_names)
 
 
 def ignore_moves_to_cuda() -> None:
     """models/common/language_module/language_module.py:244: the tied embedding is moved with `.cuda()`."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    LanguageModule.setup_embeddings_and_output_layer = _with_cuda_type_names(
-        LanguageModule.setup_embeddings_and_output_layer
-    )
+    _replace(LanguageModule, "setup_embeddings_and_output_layer", _with_cuda_type_names)
 
 
 def give_adam_its_own_steps() -> None:
@@ -202,46 +204,42 @@ def give_adam_its_own_steps() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if hasattr(DistributedOptimizer.load_state_dict, "megappo_original"):
-        return
-    load, shard, restore = (
-        DistributedOptimizer.load_state_dict,
-        DistributedOptimizer.sharded_state_dict,
-        DistributedOptimizer._set_main_param_and_optimizer_states,
-    )
+    _replace(DistributedOptimizer, "load_state_dict", _unsharing_steps)
+    _replace(DistributedOptimizer, "sharded_state_dict", _making_adam_state)
+    _replace(DistributedOptimizer, "_set_main_param_and_optimizer_states", _keeping_step)
 
-    @functools.wraps(load)
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: Megatron's signatures
-        result = load(self, *args, **kwargs)
+
+def _unsharing_steps(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: Megatron's signatures
+        result = load_state_dict(self, *args, **kwargs)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
         return result
 
-    @functools.wraps(shard)
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return load
+
+
+def _making_adam_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    def shard(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: Megatron's signatures
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                _make_adam_state(self.optimizer.state[parameter], parameter)
-        return shard(self, *args, **kwargs)
+                state = self.optimizer.state[parameter]
+                if "step" not in state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return sharded_state_dict(self, *args, **kwargs)
 
-    @functools.wraps(restore)
-    def restore_parameter(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    return shard
+
+
+def _keeping_step(set_states: Callable[..., None]) -> Callable[..., None]:
+    def restore(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:  # Any: the optimizer
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        step = state.pop("step", None)
-        restore(self, model_param, tensors)
-        if step is not None:
-            state["step"] = step
+        step = state.pop("step")
+        set_states(self, model_param, tensors)
+        state["step"] = step
 
-    load_state_dict.megappo_original = load  # type: ignore[attr-defined]
-    DistributedOptimizer.load_state_dict = load_state_dict
-    DistributedOptimizer.sharded_state_dict = sharded_state_dict
-    DistributedOptimizer._set_main_param_and_optimizer_states = restore_parameter
-
-
-def _make_adam_state(state: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
-    if "step" not in state:
-        state.update(
-            step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
-        )
+    return restore

@@ -49,11 +49,12 @@ def read_architecture(path: str | Path) -> ModelArchitecture:
         CheckpointError: no such folder or file, not JSON, or a key is missing.
         CapabilityError: a family or a feature that is not supported.
     """
-    config = _read_config(Path(path))
+    config = read_config(Path(path))
     family_name = config.get("model_type")
     if family_name not in FAMILIES.names():
         raise CapabilityError(
-            f"{path}/config.json: model_type={family_name!r} is not supported (use one of {', '.join(FAMILIES.names())})"
+            f"{path}/config.json: model_type={family_name!r} is not supported "
+            f"(use one of {', '.join(FAMILIES.names())})"
         )
     missing = [key for key in _REQUIRED if key not in config]
     if missing:
@@ -64,7 +65,8 @@ def read_architecture(path: str | Path) -> ModelArchitecture:
     return _from_config(config, family_name, FAMILIES.get(family_name))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:  # Any: the values of a JSON object
+def read_config(folder: Path) -> dict[str, Any]:  # Any: the values of a JSON object
+    """Return the content of `<folder>/config.json`. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist (give a local Hugging Face folder)")
     file = folder / "config.json"

@@ -48,7 +48,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def pack_lengths(lengths: Sequence[int], *, device: torch.device) -> PackedSequences:
-    """Describe T = sum(lengths) packed tokens to Megatron; pass it as `packed_seq_params`. All lengths must be positive."""
+    """Describe T = sum(lengths) packed tokens, all lengths positive; pass the result as `packed_seq_params`."""
     ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     longest = max(lengths)
     buckets = [_bucket(members, lengths, ends, device) for members in _group_by_length(lengths)]

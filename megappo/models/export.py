@@ -2,7 +2,7 @@
 
 Every pipeline stage exports what it holds; a tied output layer on the last stage is the embedding of the first and is
 left out. All tensor-parallel ranks of a stage take part and get the same buckets. Data-parallel replicas hold the same
-weights: the one that `plan_export(...).sends` names is enough.
+weights: one of them is enough (`ExportPlan.takes_part`).
 """
 
 import math
@@ -27,8 +27,10 @@ class ExportPlan:
 
     stage: int
     """Pipeline stage."""
+    takes_part: bool
+    """Whether this rank's replica exports: data- and context-parallel rank 0. The others need not iterate."""
     sends: bool
-    """Whether this rank is the stage's source: tensor-, data- and context-parallel rank 0."""
+    """Whether this rank is the stage's source: takes part, and is tensor-parallel rank 0."""
     buckets: list[BucketMeta]
     """The buckets of the stage, in order; the same on all its ranks."""
 
@@ -46,13 +48,11 @@ class _Source:
 
 def plan_export(model_chunks: Sequence[MegatronModule], bucket_bytes: int) -> ExportPlan:
     """Return this rank's part in the export and the buckets of its stage."""
-    ranks = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
+    takes_part = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     return ExportPlan(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
-        sends=ranks == (0, 0),
+        takes_part=takes_part,
+        sends=takes_part and parallel_state.get_tensor_model_parallel_rank() == 0,
         buckets=plan_buckets(weight_manifest(model_chunks), bucket_bytes),
     )
 
@@ -117,10 +117,10 @@ def _gather_bucket(bucket: BucketMeta, sources: list[_Source]) -> torch.Tensor:
 def _gather_shards(chosen: list[tuple[torch.Tensor, _Source]], dtype: torch.dtype, size: int) -> None:
     """All-gather the shards of the chosen tensors in one call and put them into their places."""
     own = torch.cat([_local_tensor(source).flatten() for _, source in chosen])
-    gathered = torch.empty(size, own.numel() * dtype.itemsize, dtype=torch.uint8, device=own.device)
+    gathered = torch.empty(size * own.numel() * dtype.itemsize, dtype=torch.uint8, device=own.device)
     # As bytes: gloo does not know every dtype.
     dist.all_gather_into_tensor(gathered, own.view(torch.uint8), group=parallel_state.get_tensor_model_parallel_group())
-    for rank, received in enumerate(gathered.view(dtype)):
+    for rank, received in enumerate(gathered.view(dtype).view(size, -1)):
         start = 0
         for target, source in chosen:
             place = shard(source.mapped.partition, target, rank=rank, size=size)

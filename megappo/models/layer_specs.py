@@ -1,4 +1,4 @@
-"""Which implementation of a transformer layer is built: Megatron's local one on torch attention, or Transformer Engine."""
+"""Which implementation of a layer is built: Megatron's local one on torch attention, or Transformer Engine."""
 
 import importlib.util
 

@@ -1,6 +1,6 @@
 """What a person sees of a run: start-up phases, progress, and a closing report.
 
-On a terminal: a spinner while something starts, then two live lines under a progress bar. Elsewhere (a file, CI): one
+On a terminal: a spinner while something starts, then a progress bar over two live lines. Elsewhere (a file, CI): one
 plain line per phase and per step, no control characters.
 """
 
@@ -17,26 +17,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-_PHASES = (
-    ("generate", ("generate",)),
-    ("score", ("score",)),
-    ("log-probs", ("log_probs",)),
-    ("values", ("values",)),
-    ("experience", ("experience",)),
-    ("update", ("update_critic", "update_actor")),
-    ("hand-over", ("weight_sync",)),
-)
-"""Label on the console -> phases of the timer that add up to it."""
-
-_KL_NAMES = ("kl/in_reward/mean", "kl/in_loss/mean", "actor/approx_kl")
-"""What is shown as KL: the first that is there (to the reference policy, else to the policy before the update)."""
+from megappo.observability.step_line import describe_split, describe_step
 
 _CELL_WIDTH = 48
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AnswerRow:
-    """One prompt with the model's answer and its score, before and after training."""
+    """One prompt with the model's answers to it, and their scores, before and after training."""
 
     prompt: str
     before: str
@@ -46,10 +34,14 @@ class AnswerRow:
 
 
 class RunConsole:
-    """Prints the course of one run. Use as a context manager, so that the terminal is given back on any exit."""
+    """Prints the course of one run. Use as a context manager, so that the terminal is given back on any exit.
+
+    Args:
+        file: where to print; default standard output.
+        terminal: whether that is a terminal; default: find out.
+    """
 
     def __init__(self, *, file: TextIO | None = None, terminal: bool | None = None) -> None:
-        # Off a terminal, lines are as long as they are: a file has no width.
         self._console = Console(file=file, force_terminal=terminal, highlight=False)
         self._live: Live | None = None
         self._start = time.monotonic()
@@ -70,70 +62,72 @@ class RunConsole:
     def phase(self, text: str) -> None:
         """Say what begins now; it lasts until the next phase or step."""
         self._end_live()
-        self._print(f"[{self.elapsed_s:6.1f} s] {text}")
+        self.note(text)
         if self._console.is_terminal:
-            self._show(Spinner("dots", text=Text(text)))
+            self._show(Spinner("dots", text=Text(text, style="dim")))
 
     def note(self, text: str) -> None:
         """Say something that does not end the current phase; safe to call from other threads."""
         self._print(f"[{self.elapsed_s:6.1f} s] {text}")
 
     def step(self, step: int, total_steps: int, values: Mapping[str, float]) -> None:
-        """Show a finished step."""
-        numbers, split = describe_step(values), describe_split(values)
-        if not self._console.is_terminal:
-            self._print(f"step {step}/{total_steps}  {numbers}  {split}")
-            return
-        head = Table.grid(padding=(0, 1))
-        remaining = self.remaining_s(step, total_steps, values)
-        head.add_row(
-            f"step {step}/{total_steps}",
-            ProgressBar(total=total_steps, completed=step, width=30),
-            f"about {_duration(remaining)} left" if step < total_steps else "done",
+        """Show a finished step of the PPO loop."""
+        self.progress(
+            step,
+            total_steps,
+            describe_step(values),
+            detail=describe_split(values),
+            step_s=values.get("timing/step_s", 0.0),
         )
-        self._show(Group(head, Text(numbers), Text(split, style="dim")))
 
-    @staticmethod
-    def remaining_s(step: int, total_steps: int, values: Mapping[str, float]) -> float:
-        """Return the seconds that the steps left will take at the pace of this one."""
-        return (total_steps - step) * values.get("timing/step_s", 0.0)
+    def progress(self, step: int, total_steps: int, text: str, *, detail: str = "", step_s: float = 0.0) -> None:
+        """Show a finished step of anything: a bar with `text` and `detail` below it, or one plain line.
+
+        Args:
+            step_s: seconds of this step, from which the time left is guessed; 0: no guess.
+        """
+        if not self._console.is_terminal:
+            self._print("  ".join(part for part in (f"step {step}/{total_steps}", text, detail) if part))
+            return
+        left = f"about {duration((total_steps - step) * step_s)} left" if step_s and step < total_steps else ""
+        head = Table.grid(padding=(0, 1))
+        head.add_row(f"step {step}/{total_steps}", ProgressBar(total=total_steps, completed=step, width=40), left)
+        self._show(Group(head, Text(text), Text(detail, style="dim")))
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Print two columns under a title."""
-        self._end_live()
-        table = Table(title=title, title_justify="left", show_header=False)
+        table = Table(show_header=False)
         for name, value in rows:
             table.add_row(Text(name), Text(value))
-        self._console.print()
-        self._console.print(table)
+        self._titled(title, table)
 
     def answers(self, rows: Sequence[AnswerRow]) -> None:
-        """Print answers before and after training, side by side."""
-        self._end_live()
-        table = Table(title="Answers before and after", title_justify="left")
+        """Print answers before and after training, side by side; nothing when there are none."""
+        if not rows:
+            return
+        table = Table()
         for heading in ("prompt", "before", "score", "after", "score"):
             table.add_column(heading)
         for row in rows:
-            table.add_row(
-                Text(printable(row.prompt)),
-                Text(printable(row.before)),
-                f"{row.before_score:.2f}",
-                Text(printable(row.after)),
-                f"{row.after_score:.2f}",
-            )
-        self._console.print()
-        self._console.print(table)
+            before, after = f"{row.before_score:.2f}", f"{row.after_score:.2f}"
+            table.add_row(_cell(row.prompt), _cell(row.before), before, _cell(row.after), after)
+        self._titled("Answers before and after", table)
 
     def lines(self, title: str, lines: Sequence[str]) -> None:
         """Print a title and lines that can be copied: never wrapped, never cut."""
-        self._end_live()
-        self._console.print()
-        self._print(title)
+        self._titled(title, None)
         for line in lines:
             self._print(f"  {line}")
 
+    def _titled(self, title: str, table: Table | None) -> None:
+        self._end_live()
+        self._console.print()
+        self._console.print(Text(title, style="bold"))
+        if table is not None:
+            self._console.print(table)
+
     def _print(self, text: str) -> None:
-        # Text, so that brackets in prompts and paths are not taken for markup; soft_wrap leaves long lines whole.
+        # Text, so that brackets are not taken for markup; soft_wrap leaves long lines whole.
         self._console.print(Text(text), soft_wrap=True)
 
     def _show(self, content: Spinner | Group) -> None:
@@ -148,42 +142,16 @@ class RunConsole:
             self._live = None
 
 
-def describe_step(values: Mapping[str, float]) -> str:
-    """Return reward, KL, entropy, response length and throughput in one line; what is absent is left out."""
-    parts: list[str] = []
-    if (reward := values.get("reward/mean")) is not None:
-        parts.append(f"reward {reward:.3f}")
-    kl = next((values[name] for name in _KL_NAMES if name in values), None)
-    if kl is not None:
-        parts.append(f"KL {kl:.2g}")
-    if (entropy := values.get("actor/entropy/mean")) is not None:
-        parts.append(f"entropy {entropy:.3f}")
-    if (length := values.get("rollout/response_tokens/mean")) is not None:
-        parts.append(f"length {length:.1f}")
-    if (speed := values.get("perf/tokens_per_s")) is not None:
-        parts.append(f"{speed:,.0f} tokens/s")
-    return "  ".join(parts)
+def _cell(text: str) -> Text:
+    """Return text of unknown origin for one table cell: control characters escaped, a long one cut in the middle."""
+    escaped = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text.strip())
+    if len(escaped) > _CELL_WIDTH:
+        half = (_CELL_WIDTH - 3) // 2
+        escaped = f"{escaped[:half]}...{escaped[-half:]}"
+    return Text(escaped)
 
 
-def describe_split(values: Mapping[str, float]) -> str:
-    """Return where the time of a step went: `1.25 s = generate 0.70 + ...`."""
-    parts: list[str] = []
-    for label, phases in _PHASES:
-        names = [f"timing/{phase}_s" for phase in phases]
-        if any(name in values for name in names):
-            parts.append(f"{label} {sum(values.get(name, 0.0) for name in names):.2f}")
-    total = values.get("timing/step_s")
-    if total is None:
-        return ""
-    return f"{total:.2f} s = {' + '.join(parts)}"
-
-
-def printable(text: str) -> str:
-    """Return sampled text for one table cell: control characters escaped, cut to a bearable length."""
-    escaped = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-    return escaped if len(escaped) <= _CELL_WIDTH else f"{escaped[: _CELL_WIDTH - 3]}..."
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a length of time in words: `45 s`, `3 min 05 s`."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

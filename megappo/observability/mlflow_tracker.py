@@ -3,15 +3,17 @@
 Metric names: MLflow admits letters, digits and `_ - . : /` and the space. Any other character becomes `_`, an empty
 part of a path too (`a//b` -> `a/_/b`); a name that would then equal another one gets `_2`, `_3`, ... at its end.
 metrics.jsonl keeps the names as they are.
+
+mlflow is imported when a tracker is made: it takes seconds, which pass in the tracker's own thread.
 """
 
+import logging
+import os
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-
-from mlflow.entities import Metric
-from mlflow.tracking import MlflowClient
 
 _REFUSED = re.compile(r"[^A-Za-z0-9_\-. :/]")
 _LONGEST_NAME = 240
@@ -23,6 +25,12 @@ class MlflowTracker:
     """One MLflow run. Slow to open (a new database takes 6-15 s): wrap it in `BackgroundTracker`."""
 
     def __init__(self, *, uri: str, experiment: str, run_name: str, artifacts: Path) -> None:
+        # Off unless the user set it: a training run on a private network should not call out.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.tracking import MlflowClient
+
+        # The creation of a database is told at level INFO, in the middle of the progress bar.
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name(experiment)
         if found is not None:
@@ -35,6 +43,8 @@ class MlflowTracker:
         self._names = MetricNames()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
         now = int(time.time() * 1000)
         metrics = [Metric(self._names.tracked(name), value, now, step) for name, value in values.items()]
         for start in range(0, len(metrics), _METRICS_PER_CALL):
@@ -79,5 +89,6 @@ def store_uri(uri: str | None, database: Path) -> str:
 def open_command(uri: str) -> str:
     """Return the shell command that shows a store in the browser."""
     if uri.startswith("sqlite:"):
-        return f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --workers 1 --backend-store-uri {uri}"
-    return f"open {uri}"
+        store = shlex.quote(uri)
+        return f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --workers 1 --backend-store-uri {store}"
+    return f"python3 -m webbrowser {shlex.quote(uri)}"

@@ -29,19 +29,18 @@ def running_mean(values: Sequence[float], window: int = _WINDOW) -> list[float]:
 
 
 def plot_reward_curve(path: Path, *, title: str, training: Curve, validation: Curve) -> None:
-    """Write a PNG: mean reward of each step, its running mean, and the validation rewards."""
+    """Write a PNG: mean reward of each step, its running mean, and the validation rewards (if any)."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(training.steps, training.values, color="tab:blue", alpha=0.3, linewidth=1, label="mean of a step")
-    if len(training.values) > 1:
-        axes.plot(
-            training.steps,
-            running_mean(training.values),
-            color="tab:blue",
-            linewidth=2,
-            label=f"mean of the last {_WINDOW} steps",
-        )
+    axes.plot(
+        training.steps,
+        running_mean(training.values),
+        color="tab:blue",
+        linewidth=2,
+        label=f"mean of the last {_WINDOW} steps",
+    )
     if validation.steps:
         axes.plot(validation.steps, validation.values, color="tab:orange", marker="o", markersize=4, label="validation")
     axes.set_title(title)

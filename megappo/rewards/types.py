@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megappo.errors import DataError
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Sample:
@@ -12,7 +14,7 @@ class Sample:
     prompt: str
     """Prompt text as the model saw it."""
     response: str
-    """Response text without special tokens."""
+    """Response text without its end token."""
     answer: str | None
     """Ground truth of the data row."""
     finish_reason: str = "stop"
@@ -35,3 +37,13 @@ class RewardFunction(Protocol):
     """Scores a batch of samples, in order. Raises to say that it cannot; a wrong length is an error."""
 
     def score(self, samples: Sequence[Sample]) -> list[Reward]: ...
+
+
+def answer_of(sample: Sample) -> str:
+    """Return the ground truth. Raises DataError when the row has none."""
+    if sample.answer is None:
+        raise DataError(
+            f"reward: a row of {sample.source or 'the data source'} has no answer, prompt {sample.prompt!r:.200} "
+            "(set answer_column, or use a reward that needs none)"
+        )
+    return sample.answer

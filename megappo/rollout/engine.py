@@ -3,12 +3,15 @@
 All methods are coroutines, called from one event loop. Every call is bounded by a deadline of the configuration.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
-from megappo.config.rollout import SamplingConfig
+from megappo.config.cluster import DeviceKind
+from megappo.config.model import ModelConfig
+from megappo.config.rollout import RolloutConfig, SamplingConfig
 from megappo.weights.buckets import BucketMeta
 
 
@@ -60,6 +63,22 @@ class WeightGroup:
     """First rank of this engine; its tensor-parallel ranks follow."""
     backend: str
     """gloo or nccl."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineSpec:
+    """What one engine is made from."""
+
+    config: RolloutConfig
+    model: ModelConfig
+    device: DeviceKind
+    index: int
+    """Number of the engine, for names in errors."""
+    seed: int
+    log_path: Path
+    """Where the output of an engine's own process goes."""
+    weight_timeout_s: float
+    """Deadline of every call of a weight hand-over."""
 
 
 class RolloutEngine(Protocol):
@@ -114,3 +133,7 @@ class RolloutEngine(Protocol):
     async def stop(self) -> None:
         """End the engine and all its processes; safe to call twice."""
         ...
+
+
+EngineFactory = Callable[[EngineSpec], RolloutEngine]
+"""What a registry entry is: an engine class, or a function that makes an engine."""

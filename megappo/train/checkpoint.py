@@ -126,11 +126,13 @@ def _weights(chunk: MegatronModule) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a chunk by name, without copying them."""
     state = chunk.state_dict()
     # Transformer Engine adds entries that are not weights.
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and "_extra_state" not in name}
+    return {
+        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and "_extra_state" not in name
+    }
 
 
 def _random_state() -> dict[str, Any]:  # Any: tensors and dicts of them
-    streams = get_cuda_rng_tracker().get_states()
+    streams = _random_streams().get_states()
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return {"torch": torch.get_rng_state(), "cuda": cuda, "streams": dict(streams)}
 
@@ -139,4 +141,9 @@ def _restore_random_state(state: dict[str, Any]) -> None:  # Any: as in _random_
     torch.set_rng_state(state["torch"])
     for cuda in state["cuda"]:
         torch.cuda.set_rng_state(cuda)
-    get_cuda_rng_tracker().set_states(state["streams"])
+    _random_streams().set_states(state["streams"])
+
+
+def _random_streams() -> Any:  # Any: Megatron types it as possibly absent
+    """Return Megatron's named random streams (on CPU too, whatever the name of the function)."""
+    return get_cuda_rng_tracker()

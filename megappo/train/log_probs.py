@@ -4,8 +4,8 @@ Shapes: T rows of logits, n rows that are asked for, V vocabulary, V/tp columns 
 
 Invariants (asserted by tests/train/test_log_probs.py):
 1. The results and the gradient of each shard equal those of softmax(logits / temperature) over the whole vocabulary.
-2. Neither the logits nor anything autograd needs is written to (Megatron's vocab_parallel_cross_entropy, tensor_parallel/
-   cross_entropy.py, overwrites its logits, so a second use of them is silently wrong).
+2. Neither the logits nor anything autograd needs is written to. (Megatron's vocab_parallel_cross_entropy,
+   tensor_parallel/cross_entropy.py, overwrites its logits, so a second use of them is silently wrong.)
 3. fp32 copies of logits are bounded by a tile of rows, whatever the dtype of the logits, forward and backward.
 4. Columns beyond the true vocabulary (padding up to a multiple of the tensor-parallel size) take no probability.
 5. Two collectives of [n] numbers per call, whatever the number of tiles; none when one rank holds the vocabulary.
@@ -37,8 +37,12 @@ class VocabShard:
     """Ranks that hold the other columns; None: this rank holds all."""
 
 
-def vocab_shard(vocab_size: int, columns: int, group: dist.ProcessGroup | None) -> VocabShard:
-    """Return the shard of this rank when each rank of `group` holds `columns` columns, the last ones padding."""
+def vocab_shard(vocab_size: int, columns: int, group: Any) -> VocabShard:
+    """Return the shard of this rank when each rank of `group` holds `columns` columns, the last ones padding.
+
+    Args:
+        group: the tensor-parallel process group (Megatron types it as anything), or None.
+    """
     if group is None or group.size() == 1:
         return VocabShard(start=0, size=vocab_size)
     start = group.rank() * columns
@@ -88,7 +92,7 @@ class _TokenStatistics(torch.autograd.Function):
     """One softmax for all results; backward recomputes it tile by tile from the logits, which are kept as they are."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  # the signature is autograd's
+    def forward(
         ctx: Any,  # autograd's context
         logits: torch.Tensor,
         rows: torch.Tensor,
@@ -99,7 +103,7 @@ class _TokenStatistics(torch.autograd.Function):
         with_squares: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         largest = logits.new_full((len(rows),), _NO_COLUMNS, dtype=torch.float32)
-        # Per row, relative to the largest logit of the shard: sum e^z, sum z e^z, sum e^2z, and the chosen logit itself.
+        # Per row, relative to the largest logit of the shard: sum e^z, sum z e^z, sum e^2z; and the chosen logit.
         sums = logits.new_zeros((4, len(rows)), dtype=torch.float32)
         for tile in _tiles(rows, logits) if shard.size else ():
             scaled = _scaled_logits(logits, rows[tile], shard, temperature)
@@ -166,7 +170,7 @@ def _scaled_logits(logits: torch.Tensor, rows: torch.Tensor, shard: VocabShard, 
 
 
 def _columns_of(tokens: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column [n, 1] of each token in this shard (0 where another rank holds it) and whether it is held [n]."""
+    """Return the column [n, 1] of each token in this shard (0 for those of other ranks), and whether it is here [n]."""
     column = tokens - shard.start
     held = (column >= 0) & (column < shard.size)
     return (column * held).unsqueeze(1), held

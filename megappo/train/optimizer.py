@@ -116,7 +116,7 @@ class ModelOptimizer:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} optimizer steps in a row were skipped, the last with gradient norm "
                 f"{grad_norm}, after {self.step_number} applied steps (optim.max_skipped_steps="
-                f"{self.config.max_skipped_steps}; lower optim.lr, or look at the rewards and log-probs of the last step)"
+                f"{self.config.max_skipped_steps}; lower optim.lr, or look at rewards and log-probs of the last step)"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 Shapes: N packed tokens and B sequences of the batch, T input tokens of the micro-batch, n tokens that it predicts.
 
-The logit at input position t - 1 predicts token t, so the last token of a sequence is never an input. Sequences lie one
-behind the other without padding; filler is added only where Megatron wants a certain number of tokens: a multiple of the
-tensor-parallel size under sequence parallelism, the same number for all micro-batches of a pass under pipeline
-parallelism (its stages exchange activations of one fixed shape), and at least one.
+The logit at input position t - 1 predicts token t, so the last token of a sequence is never an input. Sequences lie
+one behind the other without padding; filler is added only where Megatron wants a certain number of tokens: a multiple
+of the tensor-parallel size under sequence parallelism, the same number for all micro-batches of a pass with virtual
+pipeline stages (which exchange activations of one fixed shape), and at least one.
 
 Invariants (asserted by tests/train/test_packing.py):
 1. Filler is never predicted, so it reaches neither a loss nor a result.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from megappo.batch.fields import BatchError
 from megappo.batch.stages import Experience, RolloutBatch
 from megappo.models.attention import PackedSequences, pack_lengths, position_ids
@@ -51,6 +52,12 @@ class PackedMicroBatch:
     """[n] int64 positions of those tokens in the batch; those of one sequence are contiguous and in order."""
     sequence_index: np.ndarray
     """[n] int64 position of their sequence in the batch."""
+
+    @property
+    def target_offsets(self) -> np.ndarray:
+        """Boundaries of the sequences among the n predicted tokens, int64; those that predict nothing are left out."""
+        changes = np.flatnonzero(np.diff(self.sequence_index)) + 1
+        return np.concatenate([[0], changes, [len(self.sequence_index)]])
 
     @property
     def num_tokens(self) -> int:

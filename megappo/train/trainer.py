@@ -9,7 +9,7 @@ compensated for here: see `_sum_instead_of_average`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +35,7 @@ from megappo.errors import CapabilityError
 from megappo.models.architecture import read_architecture
 from megappo.models.build import Head, build_model
 from megappo.models.load import load_hf_weights
+from megappo.models.save import save_hf_model
 from megappo.observability.metrics import Metrics, maximum, mean, merge
 from megappo.train.checkpoint import CheckpointLayout, load_checkpoint, save_checkpoint
 from megappo.train.optimizer import ModelOptimizer, StepOutcome
@@ -72,6 +73,7 @@ class ModelTrainer:
                 "(use 1, and tensor parallelism with sequence=true for long ones)"
             )
         self.role = role
+        self._path = path
         self.parallelism = parallelism
         self.architecture = read_architecture(path)
         chunks = build_model(
@@ -118,6 +120,14 @@ class ModelTrainer:
         """
         load_checkpoint(folder, self.chunks, self.optimizer, self._layout)
 
+    def save_hf(self, folder: str | Path) -> None:
+        """Write the weights as a Hugging Face folder, with the side files of the starting model. All ranks take part.
+
+        Raises:
+            CheckpointError: on every rank, when one of them cannot write.
+        """
+        save_hf_model(self.chunks, self._path, folder)
+
     def _pack(
         self, batch: RolloutBatch | Experience, micro_batches: Sequence[Sequence[int]], predict: np.ndarray
     ) -> list[PackedMicroBatch]:
@@ -126,6 +136,10 @@ class ModelTrainer:
         return pack_micro_batches(
             batch, [*micro_batches, *[[]] * missing], predict=predict, rules=self._rules, device=self.device
         )
+
+    def _targets_of(self, micro_batch: PackedMicroBatch, values: np.ndarray | None) -> torch.Tensor | None:
+        """Return a per-token field [N] of the batch at the predicted tokens, [n] on the model's device."""
+        return None if values is None else self._tensor(values[micro_batch.token_index])
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
@@ -193,7 +207,7 @@ class ModelTrainer:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks,
+            model=list(self.chunks),
             num_microbatches=len(packed),
             seq_length=packed[0].num_tokens,
             micro_batch_size=1,
@@ -201,9 +215,7 @@ class ModelTrainer:
             collect_non_loss_data=forward_only,
         )
 
-    def _optimize(
-        self, steps: Sequence[tuple[list[PackedMicroBatch], LossFunction]], *, epochs: int
-    ) -> Metrics:
+    def _optimize(self, steps: Sequence[tuple[list[PackedMicroBatch], LossFunction]], *, epochs: int) -> Metrics:
         """Take one optimizer step per entry of `steps`, in order, `epochs` times over. See `_step_metrics`."""
         parts: list[Metrics] = []
         losses: list[float] = []
@@ -238,10 +250,18 @@ class ModelTrainer:
         }
 
 
-def sequence_weights(batch: Experience, mini_batch: MiniBatch) -> np.ndarray:
-    """Return the loss weight of each sequence's tokens, [B] float32; 0 for sequences of other mini-batches."""
-    weights = mini_batch.loss_weights
-    return np.array([weights.get(sequence, 0.0) for sequence in batch.sequence_ids.tolist()], np.float32)
+def token_weights(batch: Experience, mini_batch: MiniBatch, micro_batch: PackedMicroBatch) -> np.ndarray:
+    """Return the weight in the loss of each predicted token of the micro-batch, [n] float32.
+
+    Raises:
+        BatchError: the mini-batch gives no weight for a sequence that has loss tokens.
+    """
+    ids = batch.sequence_ids[micro_batch.sequence_index[micro_batch.target_offsets[:-1]]].tolist()
+    missing = [sequence for sequence in ids if sequence not in mini_batch.loss_weights]
+    if missing:
+        raise BatchError(f"loss_weights lacks sequence ids {missing}, which have tokens on the loss mask")
+    weights = np.array([mini_batch.loss_weights[sequence] for sequence in ids], np.float32)
+    return np.repeat(weights, np.diff(micro_batch.target_offsets))
 
 
 def _wrap(chunk: MegatronModule, optim: OptimConfig, *, first: bool) -> DistributedDataParallel:
@@ -254,11 +274,11 @@ def _wrap(chunk: MegatronModule, optim: OptimConfig, *, first: bool) -> Distribu
 def _sum_instead_of_average(config: Any) -> None:
     """Make Megatron sum the loss over micro-batches and the gradient over data-parallel ranks.
 
-    With `calculate_per_token_loss`, schedules.py:259 does not divide the loss by the number of micro-batches nor multiply
-    it by the context-parallel size, and distributed_data_parallel.py:254 does not divide the gradient by the
-    data-parallel size. What is left, finalize_model_grads dividing by a total number of tokens, happens only when it is
-    given one. Must be set before the model is wrapped. (An auxiliary loss of a mixture of experts would be scaled by
-    its number of tokens under this switch, moe/router.py:456.)
+    With `calculate_per_token_loss`, schedules.py:259 neither divides the loss by the number of micro-batches nor
+    multiplies it by the context-parallel size, and distributed_data_parallel.py:254 does not divide the gradient by
+    the data-parallel size. What is left, finalize_model_grads dividing by a total number of tokens, happens only when
+    it is given one. Must be set before the model is wrapped. (An auxiliary loss of a mixture of experts would be
+    scaled by its number of tokens under this switch, moe/router.py:456.)
     """
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = lambda chunks, _, **groups: finalize_model_grads(chunks, None, **groups)

@@ -1,4 +1,4 @@
-"""One name table per model family: it drives loading, export, the hand-over to engines and checkpoints' Hugging Face side.
+"""One name table per model family: it drives loading, export and the hand-over to engines.
 
 A rule names one Megatron parameter (global layer index) and the Hugging Face tensors it is made of. A parameter
 without a rule and a rule without its tensors are errors, never skipped. To add a family: a `NameTable` here, from the
@@ -121,7 +121,8 @@ def map_parameter(table: NameTable, megatron_name: str) -> MappedParameter:
             names = [name.replace("{layer}", index) for name in rule.hugging_face]
             return MappedParameter(hugging_face=names, partition=rule.partition, transform=rule.transform)
     raise CheckpointError(
-        f"parameter {megatron_name} has no rule in the name table of this family (add one to megappo/weights/name_map.py)"
+        f"parameter {megatron_name} has no rule in the name table of its family "
+        "(add one to megappo/weights/name_map.py)"
     )
 
 

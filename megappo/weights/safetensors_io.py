@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,10 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megappo.errors import CheckpointError
+from megappo.weights.buckets import BucketMeta
 from megappo.weights.transforms import Partition
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
 class HuggingFaceWeights:
@@ -79,3 +81,72 @@ class HuggingFaceWeights:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._files.clear()
+
+
+def shard_files(num_shards: int) -> list[str]:
+    """Return the file names of a model in `num_shards` files, as transformers names them."""
+    if num_shards == 1:
+        return [_SINGLE]
+    return [f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
+
+
+def write_shard(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one weight file. Raises CheckpointError."""
+    try:
+        # transformers refuses files without this metadata.
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be written: {error}") from error
+
+
+def start_folder(output: Path) -> None:
+    """Make the empty `partial_folder`. Raises CheckpointError."""
+    partial = partial_folder(output)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{partial} cannot be made: {error}") from error
+
+
+def finish_folder(
+    output: Path, *, source: Path, buckets: Sequence[BucketMeta], config_changes: Mapping[str, object]
+) -> None:
+    """Complete the folder of `start_folder` and give it its name, in place of one that had it.
+
+    Adds the index of the shards (file i holds bucket i), and all files of `source` that are no weights: config.json
+    with `config_changes`, the others (tokenizer, chat template, generation config) as they are.
+
+    Raises:
+        CheckpointError: a file cannot be written. Whatever had the name before is still there.
+    """
+    partial, old = partial_folder(output), output.with_name(f".{output.name}.old")
+    try:
+        if len(buckets) > 1:
+            _write_index(partial, buckets)
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+                shutil.copy(file, partial / file.name)
+        config = json.loads((partial / "config.json").read_text(encoding="utf-8")) | dict(config_changes)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(old, ignore_errors=True)
+        if output.exists():
+            os.rename(output, old)
+        os.rename(partial, output)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{output} cannot be written: {error}") from error
+
+
+def partial_folder(output: Path) -> Path:
+    """Return the folder in which the model `output` is put together."""
+    return output.with_name(f".{output.name}.partial")
+
+
+def _write_index(folder: Path, buckets: Sequence[BucketMeta]) -> None:
+    files = shard_files(len(buckets))
+    index = {
+        "metadata": {"total_size": sum(bucket.num_bytes for bucket in buckets)},
+        "weight_map": {name: file for file, bucket in zip(files, buckets) for name in bucket.names},
+    }
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

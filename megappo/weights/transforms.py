@@ -74,10 +74,3 @@ def shard(partition: Partition, tensor: torch.Tensor, *, rank: int, size: int) -
     if partition is Partition.replicated:
         return tensor
     return tensor.chunk(size, dim=partition.value)[rank]
-
-
-def unshard(partition: Partition, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put the parts of all ranks together; the inverse of `shard`. Replicated tensors are taken from rank 0."""
-    if partition is Partition.replicated:
-        return shards[0]
-    return torch.cat(list(shards), dim=partition.value)

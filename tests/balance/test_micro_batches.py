@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.balance.micro_batches import micro_batch_bound, pack, spread
+from megappo.balance.micro_batches import micro_batch_bound, pack, plan_micro_batches, spread
+from megappo.balance.partition import imbalance
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 CAPS = st.integers(1, 50)
@@ -72,3 +73,43 @@ def test_sixteen_thousand_token_micro_batches_reach_the_bound_within_a_hundredth
     tokens = [lengths[chosen].sum() for chosen in plan]
     assert max(tokens) <= 16384
     assert min(tokens) == pytest.approx(max(tokens), rel=0.05)
+
+
+@given(LENGTHS, st.integers(1, 4), CAPS, st.integers(1, 3), st.integers(1, 4))
+def test_ranks_run_equal_numbers_of_micro_batches_under_the_cap(lengths, num_ranks, cap, fewest, multiple):
+    parts = [list(range(rank, len(lengths), num_ranks)) for rank in range(num_ranks)]
+    plan = plan_micro_batches(parts, lengths, max_tokens=cap, min_micro_batches=fewest, multiple_of=multiple)
+    counts = {len(rank) for rank in plan}
+    assert len(plan) == num_ranks
+    assert len(counts) == 1
+    assert min(counts) >= fewest
+    assert min(counts) % multiple == 0
+    for part, rank in zip(parts, plan):
+        assert sorted(position for chosen in rank for position in chosen) == sorted(part)
+        assert all(sum(lengths[p] for p in chosen) <= cap or len(chosen) == 1 for chosen in rank)
+
+
+def test_a_rank_with_little_work_gets_explicit_empty_micro_batches():
+    plan = plan_micro_batches([[0, 1, 2], [3, 4, 5]], [30, 30, 30, 1, 1, 1], max_tokens=32)
+    assert [len(rank) for rank in plan] == [3, 3]
+    plan = plan_micro_batches([[0, 1, 2], []], [30, 30, 30], max_tokens=32)
+    assert plan[1] == [[], [], []]
+
+
+def test_interleaved_pipelines_get_a_multiple():
+    plan = plan_micro_batches([[0, 1, 2, 3, 4]], [5] * 5, max_tokens=8, min_micro_batches=1, multiple_of=4)
+    assert len(plan[0]) == 8
+
+
+def test_micro_batches_of_a_rank_are_equal_in_tokens():
+    lengths = np.random.default_rng(3).integers(20, 400, 64)
+    plan = plan_micro_batches([range(64)], lengths, max_tokens=4096, min_micro_batches=4)
+    assert imbalance([lengths[chosen].sum() for chosen in plan[0]]) < 0.01
+
+
+def test_micro_batches_of_no_ranks_are_none():
+    assert plan_micro_batches([], [], max_tokens=8) == []
+
+
+def test_the_bound_counts_sequences_over_the_cap_one_each():
+    assert micro_batch_bound([100, 5, 5, 5, 5, 5], 8) == 1 + 4

@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.balance.micro_batches import micro_batch_bound
-from megappo.balance.partition import imbalance
-from megappo.balance.schedule import BatchSchedule, build_batch_schedule, plan_micro_batches, rank_parts, rank_shards
+from megappo.balance.schedule import BatchSchedule, build_batch_schedule, rank_parts, rank_shards
 from megappo.balance.workload import Workload
 
 
@@ -136,45 +134,6 @@ def test_a_step_without_sequences_has_empty_shards_and_no_mini_batch():
     assert schedule == BatchSchedule(shards=[[], []], mini_batches=[])
 
 
-@given(batches(), st.integers(1, 4), st.integers(1, 250), st.integers(1, 3), st.integers(1, 4))
-def test_ranks_run_equal_numbers_of_micro_batches_under_the_cap(batch, num_ranks, cap, fewest, multiple):
-    lengths, group_ids = batch
-    schedule = build_batch_schedule(
-        lengths, group_ids, num_shards=num_ranks, num_mini_batches=1, balance=False, keep_groups=False
-    )
-    plan = plan_micro_batches(schedule.shards, lengths, max_tokens=cap, min_micro_batches=fewest, multiple_of=multiple)
-    counts = {len(rank) for rank in plan}
-    assert len(plan) == num_ranks
-    assert len(counts) == 1
-    assert min(counts) >= fewest
-    assert min(counts) % multiple == 0
-    for part, rank in zip(schedule.shards, plan):
-        assert sorted(position for chosen in rank for position in chosen) == sorted(part)
-        assert all(sum(lengths[p] for p in chosen) <= cap or len(chosen) == 1 for chosen in rank)
-
-
-def test_a_rank_with_little_work_gets_explicit_empty_micro_batches():
-    plan = plan_micro_batches([[0, 1, 2], [3, 4, 5]], [30, 30, 30, 1, 1, 1], max_tokens=32)
-    assert [len(rank) for rank in plan] == [3, 3]
-    plan = plan_micro_batches([[0, 1, 2], []], [30, 30, 30], max_tokens=32)
-    assert plan[1] == [[], [], []]
-
-
-def test_interleaved_pipelines_get_a_multiple():
-    plan = plan_micro_batches([[0, 1, 2, 3, 4]], [5] * 5, max_tokens=8, min_micro_batches=1, multiple_of=4)
-    assert len(plan[0]) == 8
-
-
-def test_micro_batches_of_a_rank_are_equal_in_tokens():
-    lengths = np.random.default_rng(3).integers(20, 400, 64)
-    plan = plan_micro_batches([range(64)], lengths, max_tokens=4096, min_micro_batches=4)
-    assert imbalance([lengths[chosen].sum() for chosen in plan[0]]) < 0.01
-
-
-def test_micro_batches_of_no_ranks_are_none():
-    assert plan_micro_batches([], [], max_tokens=8) == []
-
-
 def test_a_rank_owns_consecutive_shards():
     assert rank_shards(4, 2) == [range(2), range(2, 4)]
     assert rank_parts([[0], [3, 1], [2], []], 2) == [[0, 3, 1], [2]]
@@ -183,7 +142,3 @@ def test_a_rank_owns_consecutive_shards():
 def test_more_ranks_than_shards_is_our_own_bug():
     with pytest.raises(AssertionError, match="3 ranks"):
         rank_parts([[0], [1]], 3)
-
-
-def test_the_bound_counts_sequences_over_the_cap_one_each():
-    assert micro_batch_bound([100, 5, 5, 5, 5, 5], 8) == 1 + 4

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+
 from megappo.algo.experience import ExperienceTotals, RewardTotals, build_experience, compute_token_rewards
 from megappo.algo.losses import PolicyLossBatch, ValueLossBatch, compute_policy_loss, compute_value_loss
-
+from megappo.algo.masked import whiten
 from megappo.balance.layout import RankLayout
 from megappo.batch.fields import concat, offsets_of, select
 from megappo.batch.refs import Ref
@@ -247,7 +248,16 @@ class FakeActor(FakeTrainer):
         return [as_ref(experience) for experience, _ in results], [totals for _, totals in results]
 
     def loss(self, part: Experience, weights: torch.Tensor, request: UpdateRequest) -> tuple[torch.Tensor, Metrics]:
-        batch = PolicyLossBatch.from_experience(part, loss_weights=weights, whitening=request.whitening)
+        batch = PolicyLossBatch(
+            offsets=torch.from_numpy(part.offsets),
+            loss_mask=torch.from_numpy(part.loss_mask),
+            loss_weights=weights,
+            advantages=torch.from_numpy(whiten(part.advantages, request.whitening).astype(np.float32)),
+            old_log_probs=as_tensor(part.old_log_probs),
+            ref_log_probs=as_tensor(part.ref_log_probs),
+            rollout_log_probs=as_tensor(part.rollout_log_probs),
+            correction_weights=as_tensor(part.correction_weights),
+        )
         output = compute_policy_loss(self.log_probs_of(part, self.table), batch, self.algorithm)
         return output.loss, output.metrics
 
@@ -260,9 +270,19 @@ class FakeCritic(FakeTrainer):
         return [as_ref(per_token_field(batch, self.table[previous_tokens(batch)])) for batch in batches], {}
 
     def loss(self, part: Experience, weights: torch.Tensor, request: UpdateRequest) -> tuple[torch.Tensor, Metrics]:
-        batch = ValueLossBatch.from_experience(part, loss_weights=weights)
+        assert part.values is not None and part.returns is not None
+        batch = ValueLossBatch(
+            loss_mask=torch.from_numpy(part.loss_mask),
+            loss_weights=weights,
+            old_values=torch.from_numpy(part.values),
+            returns=torch.from_numpy(part.returns),
+        )
         output = compute_value_loss(self.table[previous_tokens(part)], batch, self.algorithm)
         return output.loss, output.metrics
+
+
+def as_tensor(values: np.ndarray | None) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values)
 
 
 def at(per_shard: dict[str, Sequence[Any] | None], index: int) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Packing of sequences into Megatron inputs, against per-sequence loops written here."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -66,9 +68,9 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(
         assert micro_batch.num_tokens % int(rules.get("multiple", 1)) == 0
         boundaries = micro_batch.packed_seq_params.cu_seqlens_q.tolist()
         assert boundaries[-1] == micro_batch.num_tokens
-        expected = np.concatenate([np.arange(b - a) for a, b in zip(boundaries, boundaries[1:])])
+        expected = np.concatenate([np.arange(b - a) for a, b in pairwise(boundaries)])
         assert micro_batch.position_ids[0].tolist() == expected.tolist()
-        assert all(0 < b - a <= 7 for a, b in zip(boundaries, boundaries[1:]))  # longest real input: 1 + 7 - 1
+        assert all(0 < b - a <= 7 for a, b in pairwise(boundaries))  # longest real input: 1 + 7 - 1
     assert sorted(seen) == np.flatnonzero(batch.response_mask).tolist()
     if rules.get("equal_counts"):
         assert len({micro_batch.num_tokens for micro_batch in packed}) == 1

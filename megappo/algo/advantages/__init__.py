@@ -7,7 +7,7 @@ From outside: `package.module:name` of an `Estimator`, or of a plain function (S
 
 import numpy as np
 
-from megappo.algo.advantages.base import Estimator, SequenceInputs
+from megappo.algo.advantages.base import Estimator, SequenceInputs, SequenceStage
 from megappo.algo.advantages.group_relative import (
     gdpo,
     gpg,
@@ -28,7 +28,7 @@ from megappo.observability import metrics
 from megappo.observability.metrics import Metrics
 from megappo.registry import Registry
 
-ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+ESTIMATORS: Registry[Estimator | SequenceStage] = Registry("advantage estimator")
 ESTIMATORS.register("gae", Estimator(declaration=DECLARED["gae"], token_stage=gae))
 ESTIMATORS.register("grpo", Estimator(declaration=DECLARED["grpo"], sequence_stage=grpo))
 ESTIMATORS.register("rloo", Estimator(declaration=DECLARED["rloo"], sequence_stage=rloo))
@@ -37,13 +37,9 @@ ESTIMATORS.register(
 )
 ESTIMATORS.register(
     "reinforce_plus_plus_baseline",
-    Estimator(
-        declaration=DECLARED["reinforce_plus_plus_baseline"], sequence_stage=reinforce_plus_plus_baseline
-    ),
+    Estimator(declaration=DECLARED["reinforce_plus_plus_baseline"], sequence_stage=reinforce_plus_plus_baseline),
 )
-ESTIMATORS.register(
-    "remax", Estimator(declaration=DECLARED["remax"], sequence_stage=remax_baseline, token_stage=remax)
-)
+ESTIMATORS.register("remax", Estimator(declaration=DECLARED["remax"], sequence_stage=remax_baseline, token_stage=remax))
 ESTIMATORS.register("opo", Estimator(declaration=DECLARED["opo"], sequence_stage=opo))
 ESTIMATORS.register("gpg", Estimator(declaration=DECLARED["gpg"], sequence_stage=gpg))
 ESTIMATORS.register("grpo_passk", Estimator(declaration=DECLARED["grpo_passk"], sequence_stage=grpo_passk))

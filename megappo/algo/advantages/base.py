@@ -3,12 +3,11 @@
 Shapes: B sequences, M response tokens (compacted), G groups. All numbers are float64.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.masked import MaskedTokens
 from megappo.config.algorithm import AdvantageConfig
 from megappo.config.algorithm_declarations import AdvantageScope, EstimatorDeclaration
@@ -26,8 +25,8 @@ class SequenceInputs:
     """[B] int64: all samples of one draw share it."""
     response_tokens: np.ndarray
     """[B] int64: tokens the policy sampled; a sequence with 0 is empty and takes part in nothing."""
-    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Reward parts by name, [B] float64 each; NaN where a sequence has no such part."""
+    parts: Sequence[Mapping[str, float]] = ()
+    """[B]: the parts of each sequence's reward by name (gdpo); a part may be absent from some sequences."""
     greedy_scores: np.ndarray | None = None
     """[B] float64: score of the greedy answer to the same prompt (remax)."""
 
@@ -39,14 +38,9 @@ class SequenceInputs:
             sequence_ids=self.sequence_ids[rows],
             group_ids=self.group_ids[rows],
             response_tokens=self.response_tokens[rows],
-            parts={name: values[rows] for name, values in self.parts.items()},
+            parts=[self.parts[row] for row in rows] if self.parts else (),
             greedy_scores=None if self.greedy_scores is None else self.greedy_scores[rows],
         )
-
-    def refuse(self, rows: np.ndarray, field_name: str, rule: str) -> None:
-        """Raise AlgorithmInputError for the first row that is True in `rows` [B] bool, if any."""
-        if rows.any():
-            raise AlgorithmInputError(int(self.sequence_ids[rows.argmax()]), field_name, rule)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -96,6 +90,11 @@ class Estimator:
     declaration: EstimatorDeclaration
     sequence_stage: SequenceStage | None = None
     token_stage: TokenStage = spread_over_tokens
+
+    @property
+    def scope(self) -> AdvantageScope:
+        """Which numbers it looks at, hence where it runs."""
+        return self.declaration.scope
 
     def __post_init__(self) -> None:
         if (self.declaration.scope is AdvantageScope.sequence) != (self.sequence_stage is not None):

@@ -7,6 +7,7 @@ import numpy as np
 
 from megappo.algo.advantages.base import SequenceInputs
 from megappo.algo.advantages.groups import GroupedValues
+from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.masked import Moments, whiten
 from megappo.config.algorithm import AdvantageConfig
 
@@ -94,17 +95,16 @@ def grpo_passk(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
     """Only the best sample of a group is rewarded, by its lead over the second.
 
     Formula: best: (s_best - s_second) / (std_g + 1e-6), std unbiased; others 0. A tie for the best gives 0.
-    Source: Chen et al. 2025, Pass@k training, arXiv:2503.19595.
+    Source: Tang et al. 2025, arXiv:2503.19595.
     Config: none. Needs at least two samples per prompt.
     Use: when only the best of k answers counts.
     """
     groups = GroupedValues(inputs.scores, inputs.group_ids)
-    best = inputs.scores == groups.spread(groups.maximum)
-    second = GroupedValues(np.where(best, -np.inf, inputs.scores), inputs.group_ids).maximum
-    lead = np.where(groups.sum(best.astype(np.float64)) == 1, groups.maximum - second, 0.0)
-    lead = np.where(groups.sizes == 1, 0.0, lead)
+    # NaN sorts last, so a group with a non-finite score is passed on as non-finite rather than as 0.
+    best = ~(inputs.scores < groups.spread(groups.maximum))
     std = groups.standard_deviations()
-    return np.where(best, groups.spread(np.where(std == 0, 0.0, lead / (std + EPSILON))), 0.0)
+    lead = np.where(std == 0, 0.0, (groups.maximum - groups.second_largest) / (std + EPSILON))
+    return np.where(best, groups.spread(lead), 0.0)
 
 
 def maxrl(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
@@ -115,7 +115,10 @@ def maxrl(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
     Config: none. A negative score is refused.
     Use: pass/fail rewards, to approach maximum likelihood of success.
     """
-    inputs.refuse(inputs.scores < 0, "score", "is negative, which maxrl cannot take (use grpo, or scores >= 0)")
+    negative = np.flatnonzero(inputs.scores < 0)
+    if negative.size:
+        rule = "is negative, which maxrl cannot take (use grpo, or scores >= 0)"
+        raise AlgorithmInputError(int(inputs.sequence_ids[negative[0]]), "score", rule)
     groups = GroupedValues(inputs.scores, inputs.group_ids)
     return groups.deviations() / (groups.spread(groups.mean()) + EPSILON)
 
@@ -131,14 +134,15 @@ def gdpo(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
 
     Raises AlgorithmInputError for a key that no sequence has; it names the keys seen.
     """
+    parts = inputs.parts
     total = np.zeros(len(inputs.scores))
     for key, weight in zip(config.reward_keys, config.weights or [1.0] * len(config.reward_keys)):
-        if key not in inputs.parts:
-            seen = ", ".join(sorted(inputs.parts)) or "none"
-            inputs.refuse(np.ones(len(total), bool), "score", f"has no part {key!r} (keys seen: {seen})")
-        part = inputs.parts.get(key, total)
-        rows = np.flatnonzero(~np.isnan(part))
-        total[rows] += weight * _normalized(part[rows], inputs.group_ids[rows], divide=True)
+        rows = np.array([row for row, part in enumerate(parts) if key in part], dtype=np.int64)
+        if not rows.size:
+            seen = ", ".join(sorted({name for part in parts for name in part})) or "none"
+            raise AlgorithmInputError(int(inputs.sequence_ids[0]), "score", f"has no part {key!r} (keys seen: {seen})")
+        values = np.array([parts[row][key] for row in rows], dtype=np.float64)
+        total[rows] += weight * _normalized(values, inputs.group_ids[rows], divide=True)
     if not config.whiten:
         return total
     return whiten(total, Moments.of(np.sort(total)).whitening)

@@ -29,6 +29,8 @@ class GroupedValues:
         """[G]."""
         self.maximum = in_order[ends - 1]
         """[G]."""
+        self.second_largest = np.where(self.sizes > 1, in_order[ends - 2], self.maximum)
+        """[G]; the only value in a group of one."""
         self._above = values - self.spread(self.minimum)
         self._values = values
 

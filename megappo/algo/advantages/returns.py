@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from megappo.algo.advantages.base import SequenceInputs, TokenAdvantages, TokenInputs
-from megappo.algo.masked import MaskedTokens
+from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.scan import discounted_suffix_sums
 from megappo.config.algorithm import AdvantageConfig
 
 
-def discounted_returns(rewards: np.ndarray, tokens: MaskedTokens, decay: float) -> np.ndarray:
-    """Return G_t = R_t + decay G_next, [M] float64."""
-    return discounted_suffix_sums(torch.from_numpy(rewards), torch.from_numpy(tokens.offsets), decay).numpy()
+def discounted_returns(rewards: np.ndarray, offsets: np.ndarray, decay: float) -> np.ndarray:
+    """Return G_t = R_t + decay G_next of rewards [M] with offsets [B+1] int64, [M] float64."""
+    return discounted_suffix_sums(torch.as_tensor(rewards), torch.as_tensor(offsets), decay).numpy()
 
 
 def gae(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
@@ -33,7 +33,7 @@ def gae(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
     next_values[:-1] = values[1:]
     next_values[tokens.offsets[1:][tokens.lengths > 0] - 1] = 0.0
     deltas = inputs.rewards + config.gamma * next_values - values
-    advantages = discounted_returns(deltas, tokens, config.gamma * config.lam)
+    advantages = discounted_returns(deltas, tokens.offsets, config.gamma * config.lam)
     return TokenAdvantages(advantages=advantages, returns=advantages + values)
 
 
@@ -45,14 +45,13 @@ def reinforce_plus_plus(inputs: TokenInputs, config: AdvantageConfig) -> TokenAd
     Config: gamma, whiten.
     Use: one sample per prompt and no critic; KL in reward gives a signal per token.
     """
-    return TokenAdvantages(advantages=discounted_returns(inputs.rewards, inputs.tokens, config.gamma))
+    return TokenAdvantages(advantages=discounted_returns(inputs.rewards, inputs.tokens.offsets, config.gamma))
 
 
 def remax_baseline(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
     """Return minus the greedy score, [B]; `remax` adds the returns."""
     if inputs.greedy_scores is None:
-        inputs.refuse(np.ones(len(inputs.scores), bool), "greedy_score", "is missing, remax needs it")
-        return np.zeros(0)
+        raise AlgorithmInputError(int(inputs.sequence_ids[0]), "greedy_score", "is missing, remax needs it")
     return -inputs.greedy_scores
 
 
@@ -65,5 +64,5 @@ def remax(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
     Use: one sample per prompt; the baseline costs one greedy answer per prompt.
     """
     assert inputs.sequence_advantages is not None
-    returns = discounted_returns(inputs.rewards, inputs.tokens, 1.0)
+    returns = discounted_returns(inputs.rewards, inputs.tokens.offsets, 1.0)
     return TokenAdvantages(advantages=returns + inputs.sequence_advantages[inputs.tokens.sequence])

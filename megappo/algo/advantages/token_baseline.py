@@ -7,7 +7,7 @@ import numpy as np
 
 from megappo.algo.advantages.base import TokenAdvantages, TokenInputs
 from megappo.algo.advantages.returns import discounted_returns
-from megappo.algo.masked import MaskedTokens
+from megappo.batch.fields import offsets_of
 from megappo.config.algorithm import AdvantageConfig
 
 
@@ -24,9 +24,9 @@ def optimal_token_baseline(inputs: TokenInputs, config: AdvantageConfig) -> Toke
     """
     assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None
     tokens = inputs.tokens
-    returns = discounted_returns(inputs.rewards, tokens, 1.0)
+    returns = discounted_returns(inputs.rewards, tokens.offsets, 1.0)
     energy = 1.0 - 2.0 * np.exp(inputs.old_log_probs) + inputs.sum_pi_squared
-    weights = _running_sums(energy, tokens)
+    weights = _running_sums(energy, tokens.lengths)
     occupied = tokens.lengths > 0
     _, group = np.unique(inputs.group_ids, return_inverse=True)
     longest = int(tokens.lengths.max()) if len(tokens.lengths) else 0
@@ -40,10 +40,7 @@ def optimal_token_baseline(inputs: TokenInputs, config: AdvantageConfig) -> Toke
     return TokenAdvantages(advantages=np.where(alone, 0.0, returns - baseline))
 
 
-def _running_sums(values: np.ndarray, tokens: MaskedTokens) -> np.ndarray:
-    """Return the sum of each sequence's values up to and including each token, [M]."""
-    reversed_offsets = np.concatenate([[0], np.cumsum(tokens.lengths[::-1])])
-    backwards = MaskedTokens(
-        index=tokens.index, offsets=reversed_offsets, sequence=tokens.sequence, num_tokens=tokens.num_tokens
-    )
-    return discounted_returns(values[::-1].copy(), backwards, 1.0)[::-1]
+def _running_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the sum of each sequence's values up to and including each token, [M]; lengths [B]."""
+    backwards = discounted_returns(values[::-1].copy(), offsets_of(lengths[::-1]), 1.0)
+    return backwards[::-1].copy()

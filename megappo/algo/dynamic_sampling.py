@@ -1,0 +1,95 @@
+"""Dynamic sampling: which groups a step trains on and how many prompts are drawn in their place.
+
+Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2.
+Config: algorithm.sampling.max_rounds, algorithm.sampling.on_exhausted.
+Use: many prompts are always or never solved, so that their groups carry no signal.
+
+Invariants (asserted by tests/algo/test_dynamic_sampling.py):
+1. Every group is in exactly one of kept, surplus and filtered; a group with signal is never filtered.
+2. At most max_rounds rounds are drawn; the outcome when they run out is the configured one.
+3. The decision does not depend on the order in which groups finished.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megappo.config.algorithm import DynamicSamplingConfig, OnExhausted
+
+
+class SamplingOutcome(Enum):
+    """What the loop does next."""
+
+    train = "train"
+    """Enough groups: train on `kept`, give `surplus` to the next step."""
+    refill = "refill"
+    """Draw `refill` more prompts and decide again."""
+    train_partial = "train_partial"
+    """Out of rounds: train on the fewer groups in `kept` (none: skip the update)."""
+    carry_over = "carry_over"
+    """Out of rounds: train nothing; `kept` counts towards the next step."""
+    stop = "stop"
+    """Out of rounds: end the run with `message`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SamplingDecision:
+    """Groups by id, in ascending order (the order in which they were drawn)."""
+
+    outcome: SamplingOutcome
+    kept: list[int]
+    surplus: list[int]
+    """Groups with signal beyond the step's target: they are carried to the next step."""
+    filtered: list[int]
+    """Groups whose scores are all equal."""
+    refill: int
+    """Prompts to draw."""
+    message: str
+    """Counts, for the log or the error."""
+
+
+def decide_sampling(
+    groups: Mapping[int, Sequence[float]], *, target: int, rounds: int, config: DynamicSamplingConfig
+) -> SamplingDecision:
+    """Decide what to do with the groups that a step has so far.
+
+    Args:
+        groups: group id -> scores of its non-empty samples; groups carried over from earlier steps included.
+        target: groups (prompts) that a step trains on.
+        rounds: rounds of generation done in this step, at least one.
+        config: with max_rounds > 0.
+    """
+    with_signal = sorted(group for group, scores in groups.items() if has_signal(scores))
+    filtered = sorted(group for group in groups if group not in set(with_signal))
+    kept, surplus = with_signal[:target], with_signal[target:]
+    missing = target - len(kept)
+    if missing <= 0:
+        outcome = SamplingOutcome.train
+    elif rounds < config.max_rounds:
+        outcome = SamplingOutcome.refill
+    else:
+        outcome = _EXHAUSTED[config.on_exhausted]
+    message = (
+        f"{len(with_signal)} of {len(groups)} groups carry signal, {len(filtered)} filtered (all scores equal), "
+        f"{target} needed, round {rounds} of {config.max_rounds}"
+    )
+    return SamplingDecision(
+        outcome=outcome,
+        kept=kept,
+        surplus=surplus,
+        filtered=filtered,
+        refill=missing if outcome is SamplingOutcome.refill else 0,
+        message=message,
+    )
+
+
+_EXHAUSTED = {
+    OnExhausted.train_partial: SamplingOutcome.train_partial,
+    OnExhausted.carry_over: SamplingOutcome.carry_over,
+    OnExhausted.stop: SamplingOutcome.stop,
+}
+
+
+def has_signal(scores: Sequence[float]) -> bool:
+    """Whether the scores of a group differ; a non-finite score is kept, so that it is reported and not dropped."""
+    return any(score != scores[0] for score in scores)

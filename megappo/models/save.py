@@ -1,0 +1,103 @@
+"""A trained model as a Hugging Face folder, written by all ranks together."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+
+from megappo.errors import CheckpointError
+from megappo.models.architecture import read_config
+from megappo.models.export import ExportPlan, iter_export_buckets, plan_export
+from megappo.weights.buckets import BucketMeta, open_bucket
+from megappo.weights.name_map import VALUE_HEAD
+from megappo.weights.safetensors_io import finish_folder, partial_folder, shard_files, start_folder, write_shard
+
+SHARD_BYTES = 4 * 1024**3
+"""Largest weight file, in bytes (a larger tensor gets its own file)."""
+
+
+def save_hf_model(
+    model_chunks: Sequence[MegatronModule],
+    source_path: str | Path,
+    output_path: str | Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weights as a Hugging Face folder; all ranks of the default world must call this.
+
+    Each pipeline stage's first rank writes its tensors, one file per bucket, into a folder beside `output_path` that
+    all ranks must be able to see; at the end rank 0 adds the config, tokenizer and other side files of `source_path`
+    and renames the folder. So `output_path` is the old model or the new one, never a part.
+
+    A value model is saved as `...ForSequenceClassification` with one label.
+
+    Raises:
+        CheckpointError: on every rank, with the reason of the first rank that failed. `output_path` is untouched.
+    """
+    output, source = Path(output_path), Path(source_path)
+    plan = plan_export(model_chunks, shard_bytes)
+    buckets, first = _all_buckets(plan)
+    files = [partial_folder(output) / file for file in shard_files(len(buckets))]
+    is_first_rank = dist.get_rank() == 0
+
+    if error := _together(lambda: start_folder(output) if is_first_rank else None):
+        raise error
+    if error := _together(lambda: _write_stage(model_chunks, shard_bytes, files[first:], plan)):
+        raise error
+    changes = _config_changes(model_chunks, buckets, source)
+    if error := _together(
+        lambda: finish_folder(output, source=source, buckets=buckets, config_changes=changes) if is_first_rank else None
+    ):
+        raise error
+
+
+def _all_buckets(plan: ExportPlan) -> tuple[list[BucketMeta], int]:
+    """Return the buckets of all stages, in order, and the index of the first one of this rank's stage."""
+    plans: list[ExportPlan | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, plan)
+    stages = {other.stage: other.buckets for other in plans if other is not None and other.sends}
+    first = sum(len(stages[stage]) for stage in stages if stage < plan.stage)
+    return [bucket for stage in sorted(stages) for bucket in stages[stage]], first
+
+
+def _together(action: Callable[[], None]) -> CheckpointError | None:
+    """Run a step on every rank. Returns the first rank's error, on all of them, so that none waits for another."""
+    reason = None
+    try:
+        action()
+    except CheckpointError as error:
+        reason = str(error)
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None]
+    return CheckpointError(failed[0]) if failed else None
+
+
+def _write_stage(
+    model_chunks: Sequence[MegatronModule], shard_bytes: int, files: Sequence[Path], plan: ExportPlan
+) -> None:
+    if not plan.takes_part:
+        return
+    failure: CheckpointError | None = None
+    for file, (bucket, flat) in zip(files, iter_export_buckets(model_chunks, shard_bytes)):
+        if plan.sends and failure is None:
+            try:
+                write_shard(file, open_bucket(bucket, flat))
+            except CheckpointError as error:
+                failure = error  # and go on: the other tensor-parallel ranks wait in the gathers
+    if failure is not None:
+        raise failure
+
+
+def _config_changes(
+    model_chunks: Sequence[MegatronModule], buckets: Sequence[BucketMeta], source: Path
+) -> dict[str, object]:
+    """Return the keys of config.json in which the written model differs from its source."""
+    config = read_config(source)
+    # transformers 5 says dtype, transformers 4 torch_dtype.
+    changes: dict[str, object] = {"torch_dtype" if "torch_dtype" in config else "dtype": buckets[0].dtype}
+    if any(VALUE_HEAD in bucket.names for bucket in buckets):
+        names = [str(name).replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+        changes |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return changes

@@ -1,0 +1,173 @@
+"""Every metric by name: unit, meaning, and what a mean is taken over.
+
+docs/metrics.md is this list (`make docs`). A part in angle brackets stands for one or more names that are not known
+beforehand: `reward/<part>/mean`.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MetricDoc:
+    """One metric, or a family of metrics with a placeholder in its name."""
+
+    name: str
+    unit: str
+    meaning: str
+    denominator: str
+    """What a mean or ratio is over; `-` for sums, extremes and single numbers."""
+
+
+def _area(*rows: tuple[str, str, str, str]) -> list[MetricDoc]:
+    return [
+        MetricDoc(name=name, unit=unit, meaning=meaning, denominator=denominator)
+        for name, unit, meaning, denominator in rows
+    ]
+
+
+_STEP = "all sequences of the step"
+_TOKENS = "response tokens of the step, over all ranks"
+_LOSS_TOKENS = "loss tokens of the update, over all ranks and optimizer steps"
+_OPTIMIZER_STEPS = "optimizer steps of the update"
+_APPLIED = "optimizer steps that were applied"
+_WEIGHTED = "loss tokens, by their weight in the loss"
+
+CATALOGUE: dict[str, list[MetricDoc]] = {
+    "Rewards": _area(
+        ("reward/mean", "score", "score of a response", _STEP),
+        ("reward/max", "score", "largest score", "-"),
+        ("reward/<part>/mean", "score", "one part of the score, by its name", "sequences that have it"),
+        ("reward/overlong_penalty/mean", "score", "penalty for long responses (0 or negative)", _STEP),
+        ("val/reward/mean", "score", "score on the validation prompts", "validation prompts"),
+        ("val/response_tokens/mean", "tokens", "length of a validation response", "validation prompts"),
+        ("val/truncated_ratio", "0-1", "validation responses that ended by length", "validation prompts"),
+    ),
+    "Rollouts": _area(
+        ("rollout/sequences", "count", "sampled sequences", "-"),
+        ("rollout/tokens", "tokens", "tokens of all sequences, prompts included", "-"),
+        ("rollout/response_tokens/mean", "tokens", "length of a response, its end token included", _STEP),
+        ("rollout/response_tokens/max", "tokens", "longest response", "-"),
+        ("rollout/truncated_ratio", "0-1", "responses that ended by length", _STEP),
+        ("rollout/empty_ratio", "0-1", "responses without a sampled token", _STEP),
+        ("rollout/groups", "count", "groups: samples of one drawn prompt", "-"),
+        ("rollout/group_size/mean", "sequences", "size of a group", "groups of the step"),
+        ("rollout/groups_without_signal", "0-1", "groups whose scores are all equal", "groups of the step"),
+        ("rollout/policy_version/min", "steps", "oldest version of the weights that sampled a sequence", "-"),
+    ),
+    "KL to the reference policy": _area(
+        ("kl/in_reward/mean", "nats", "KL in the reward: masked mean of a sequence", "non-empty sequences"),
+        ("kl/in_reward/coef", "1", "its coefficient in this step", "-"),
+        ("actor/kl/mean", "nats", "KL in the loss, before its coefficient", _LOSS_TOKENS),
+        ("kl/capped_fraction", "0-1", "tokens whose k3 estimate was capped", "tokens of the estimate"),
+    ),
+    "Actor": _area(
+        ("actor/loss/mean", "1", "whole loss: policy, KL and entropy terms", _OPTIMIZER_STEPS),
+        ("actor/policy_loss", "1", "policy loss of a token", _WEIGHTED),
+        ("actor/kl_loss", "1", "coefficient * KL of a token", _WEIGHTED),
+        ("actor/entropy_loss", "1", "- coefficient * entropy of a token", _WEIGHTED),
+        ("actor/entropy/mean", "nats", "entropy of the policy", "response tokens before the update, else loss tokens"),
+        ("actor/advantages/mean", "1", "advantage before whitening", _TOKENS),
+        ("actor/advantages/max", "1", "largest advantage before whitening", "-"),
+        ("actor/advantages/min", "1", "smallest advantage before whitening", "-"),
+        ("actor/whitening_skipped", "0 or 1", "whether there were too few tokens to whiten", "-"),
+        ("actor/loss_token_ratio", "0-1", "response tokens that take part in the loss", _TOKENS),
+        ("actor/approx_kl", "nats", "k3 estimate of the KL to the policy before the update", _LOSS_TOKENS),
+        ("actor/clip_fraction", "0-1", "tokens where the clip binds: their gradient is cut", _LOSS_TOKENS),
+        ("actor/dual_clip_fraction", "0-1", "tokens where the dual clip binds", _LOSS_TOKENS),
+        ("actor/ratio/mean", "1", "probability ratio to the policy before the update", _LOSS_TOKENS),
+        ("actor/ratio/min", "1", "smallest ratio", "-"),
+        ("actor/ratio/max", "1", "largest ratio", "-"),
+        (
+            "actor/first_step_log_ratio/max",
+            "nats",
+            "largest |log ratio| before any step: a drift monitor, about 0",
+            "-",
+        ),
+        ("actor/grad_norm", "1", "gradient norm before clipping", _APPLIED),
+        ("actor/lr", "1", "learning rate", _OPTIMIZER_STEPS),
+        ("actor/skipped_steps", "count", "optimizer steps skipped since the start: gradient not finite", "-"),
+    ),
+    "Critic": _area(
+        ("critic/loss/mean", "1", "value loss", _OPTIMIZER_STEPS),
+        ("critic/value_loss", "1", "value loss of a token", _WEIGHTED),
+        ("critic/values/mean", "score", "value of the state before a token", _LOSS_TOKENS),
+        ("critic/returns/mean", "score", "target of the value", _TOKENS),
+        ("critic/value_clip_fraction", "0-1", "tokens whose value moved further than the clip", _LOSS_TOKENS),
+        ("critic/grad_norm", "1", "gradient norm before clipping", _APPLIED),
+        ("critic/lr", "1", "learning rate", _OPTIMIZER_STEPS),
+        ("critic/skipped_steps", "count", "optimizer steps skipped since the start: gradient not finite", "-"),
+    ),
+    "Rollout engine against trainer": _area(
+        ("actor/rollout_log_prob_diff/mean", "nats", "|log-prob of the engine - log-prob of the trainer|", _TOKENS),
+        ("actor/rollout_log_prob_diff/max", "nats", "largest such; first step in float32: at most 1e-4", "-"),
+        ("correction/probability_diff/mean", "0-1", "|difference of the two probabilities|", _TOKENS),
+        ("correction/probability_diff/max", "0-1", "largest such difference", "-"),
+        ("correction/k3", "nats", "k3 estimate of the KL between the two", _TOKENS),
+        ("correction/chi2", "1", "chi-squared distance of the two", _TOKENS),
+        ("correction/perplexity_ratio", "1", "perplexity under the trainer over that under the engine", _TOKENS),
+        ("correction/probability_pearson_r", "-1 to 1", "correlation of the two probabilities", _TOKENS),
+        ("correction/weight/mean", "1", "importance weight", _TOKENS),
+        ("correction/weight/max", "1", "largest importance weight", "-"),
+        ("correction/capped_fraction", "0-1", "importance weights that a bound changed", _TOKENS),
+        ("correction/effective_sample_share", "0-1", "effective sample size of the weights", _TOKENS),
+        ("correction/kept_fraction", "0-1", "response tokens that no rejection removed", _TOKENS),
+    ),
+    "Time": _area(
+        ("timing/step_s", "s", "whole step, wall clock on the controller; the others are parts of it", "-"),
+        ("timing/generate_s", "s", "generation, scoring beside it included", "-"),
+        ("timing/score_s", "s", "waiting for scores after generation", "-"),
+        ("timing/log_probs_s", "s", "log-probs before the update, reference included", "-"),
+        ("timing/values_s", "s", "values of the critic", "-"),
+        ("timing/experience_s", "s", "token rewards, KL, advantages, correction", "-"),
+        ("timing/update_critic_s", "s", "critic update", "-"),
+        ("timing/update_actor_s", "s", "actor update", "-"),
+        ("timing/weight_sync_s", "s", "hand-over of the weights to the engines", "-"),
+    ),
+    "Throughput and state": _area(
+        ("perf/tokens_per_s", "tokens/s", "tokens of the step, prompts included, over its wall time", "-"),
+        ("perf/weight_sync_bytes_per_s", "bytes/s", "bytes handed over, over the time it took", "-"),
+        ("weights/version", "steps", "version of the weights that the engines hold after the step", "-"),
+        ("weights/bytes", "bytes", "weights handed to each engine", "-"),
+        ("schedule/imbalance", "1", "cost of the fullest data-parallel rank over the mean of all, minus 1", "-"),
+        ("data/epoch", "passes", "passes over the training prompts that are finished", "-"),
+    ),
+}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    parts = re.split(r"<[^>]+>", name)
+    return re.compile(".+".join(re.escape(part) for part in parts))
+
+
+_PATTERNS = [_pattern(doc.name) for docs in CATALOGUE.values() for doc in docs]
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Return the names that no row of the catalogue describes, sorted."""
+    return sorted({name for name in names if not any(pattern.fullmatch(name) for pattern in _PATTERNS)})
+
+
+def catalogue_markdown() -> str:
+    """Return docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "What `metrics.jsonl` and the trackers hold, by name: `area/thing/stat`. A metric is absent where there is",
+        "nothing to count, never 0 or NaN. Means are exact: totals and counts are added up over micro-batches, ranks",
+        "and mini-batches before they are divided. This page is written by `make docs` from",
+        "`megappo/observability/metric_catalogue.py`.",
+    ]
+    for area, docs in CATALOGUE.items():
+        lines += ["", f"## {area}", "", "| name | unit | meaning | mean over |", "|---|---|---|---|"]
+        lines += [f"| `{doc.name}` | {doc.unit} | {_cell(doc.meaning)} | {doc.denominator} |" for doc in docs]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    print(catalogue_markdown(), end="")

@@ -1,0 +1,156 @@
+"""The actor: log-probs of sampled tokens under the trained or the reference policy, and its update.
+
+Shapes: N packed tokens, T input tokens of a micro-batch, n tokens that it predicts, V/tp vocabulary columns.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from megappo.algo.losses import PolicyLossBatch, compute_policy_loss
+from megappo.algo.masked import whiten
+from megappo.batch.requests import MiniBatch, UpdateRequest
+from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.config.run import RunConfig
+from megappo.device.backend import Backend
+from megappo.models.build import Head
+from megappo.models.export import iter_export_buckets, weight_manifest
+from megappo.observability.metrics import Metrics, mean
+from megappo.train.log_probs import TokenStatistics, compute_token_statistics, vocab_shard
+from megappo.train.packing import PackedMicroBatch
+from megappo.train.reference import FrozenWeights
+from megappo.train.trainer import LossFunction, ModelTrainer, token_weights
+from megappo.weights.buckets import BucketMeta, TensorMeta
+
+
+class ActorTrainer(ModelTrainer):
+    """The policy model on this rank, with the reference policy inside if the algorithm needs one."""
+
+    def __init__(self, config: RunConfig, *, backend: Backend) -> None:
+        """Build the policy from `model.path`; its starting weights are the reference policy."""
+        super().__init__(
+            role="actor",
+            path=config.model.path,
+            model=config.model,
+            parallelism=config.actor.parallelism,
+            optim=config.actor.optim,
+            head=Head.language_model,
+            backend=backend,
+        )
+        self.algorithm = config.algorithm
+        self.temperature = config.rollout.sampling.temperature
+        self._reference = FrozenWeights(self.chunks) if self.algorithm.needs_reference else None
+
+    def compute_log_probs(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], *, reference: bool = False
+    ) -> tuple[TokenField | None, Metrics]:
+        """Log-probs of the sampled tokens of all sequences of the batch, in its order.
+
+        Args:
+            micro_batches: sequence ids; together each sequence of the batch once.
+            reference: under the reference policy instead of the trained one.
+
+        Returns:
+            The log-probs, and `actor/entropy/mean` (over response tokens; not for the reference). None and no metrics
+            on all but the output rank.
+        """
+        entropies: list[torch.Tensor] = []
+
+        def read(logits: torch.Tensor, micro_batch: PackedMicroBatch) -> torch.Tensor:
+            statistics = self._statistics(logits, micro_batch, with_entropy=not reference)
+            if statistics.entropy is not None:
+                entropies.append(statistics.entropy.double().sum())
+            return statistics.log_probs
+
+        if reference:
+            assert self._reference is not None, "asked for the reference, which algorithm.needs_reference rules out"
+        with self._reference.in_place() if reference and self._reference else nullcontext():
+            log_probs = self._compute_token_field(batch, micro_batches, read)
+        if log_probs is None or reference:
+            return log_probs, {}
+        total = torch.stack(entropies).sum().item()
+        return log_probs, {"actor/entropy/mean": mean(total, int(batch.response_mask.sum()))}
+
+    def update(self, experience: Experience, request: UpdateRequest) -> Metrics:
+        """Run the update phase: one optimizer step per mini-batch, `epochs` times over.
+
+        Without old log-probs in the experience, those of the forward pass itself are taken, detached: right when the
+        request makes one optimizer step.
+
+        Returns:
+            `actor/...` of the policy loss (`megappo.algo.losses`) and of the optimizer steps
+            (`ModelTrainer._step_metrics`); `actor/entropy/mean` (over loss tokens) only with an entropy bonus, or when
+            there are no old log-probs, since then no pass before the update measured it. Nothing on all but the
+            output rank.
+
+        Raises:
+            BatchError: ids of the experience and the request do not match.
+            NonFiniteError: too many steps in a row had a gradient that is not finite.
+        """
+        steps = [self._policy_step(experience, mini_batch, request) for mini_batch in request.mini_batches]
+        return self._optimize(steps, epochs=request.epochs)
+
+    def _policy_step(
+        self, experience: Experience, mini_batch: MiniBatch, request: UpdateRequest
+    ) -> tuple[list[PackedMicroBatch], LossFunction]:
+        packed = self._pack(experience, mini_batch.micro_batches, experience.loss_mask)
+        inputs = [self._loss_batch(experience, mini_batch, micro_batch, request) for micro_batch in packed]
+        with_entropy = self.algorithm.entropy.coef != 0 or experience.old_log_probs is None
+        step_before = self.optimizer.step_number
+
+        def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, Metrics]:
+            statistics = self._statistics(logits, packed[index], with_entropy=with_entropy)
+            batch = replace(
+                inputs[index],
+                entropy=statistics.entropy,
+                is_first_step=self.optimizer.step_number == step_before,
+            )
+            output = compute_policy_loss(statistics.log_probs, batch, self.algorithm)
+            return output.loss, output.metrics
+
+        return packed, loss
+
+    def _loss_batch(
+        self, experience: Experience, mini_batch: MiniBatch, micro_batch: PackedMicroBatch, request: UpdateRequest
+    ) -> PolicyLossBatch:
+        """Gather what the loss needs at the predicted tokens, which are all loss tokens."""
+        advantages = whiten(experience.advantages[micro_batch.token_index], request.whitening)
+        return PolicyLossBatch(
+            offsets=self._tensor(micro_batch.target_offsets),
+            loss_mask=self._tensor(np.ones(len(micro_batch.token_index), bool)),
+            loss_weights=self._tensor(token_weights(experience, mini_batch, micro_batch)),
+            advantages=self._tensor(advantages.astype(np.float32, copy=False)),
+            old_log_probs=self._targets_of(micro_batch, experience.old_log_probs),
+            ref_log_probs=self._targets_of(micro_batch, experience.ref_log_probs),
+            rollout_log_probs=self._targets_of(micro_batch, experience.rollout_log_probs),
+            correction_weights=self._targets_of(micro_batch, experience.correction_weights),
+        )
+
+    def export_buckets(self, bucket_bytes: int) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
+        """Yield this stage's weights under their Hugging Face names; see `models.export.iter_export_buckets`."""
+        return iter_export_buckets(self.chunks, bucket_bytes)
+
+    def weight_manifest(self) -> list[TensorMeta]:
+        """Return the Hugging Face tensors that this stage exports, in order."""
+        return weight_manifest(self.chunks)
+
+    def _statistics(
+        self, logits: torch.Tensor, micro_batch: PackedMicroBatch, *, with_entropy: bool
+    ) -> TokenStatistics:
+        """Statistics [n] of the predicted tokens of a micro-batch under its logits [T, V/tp]."""
+        return compute_token_statistics(
+            logits,
+            micro_batch.rows,
+            micro_batch.targets,
+            shard=vocab_shard(
+                self.architecture.vocab_size,
+                logits.shape[1],
+                parallel_state.get_tensor_model_parallel_group(),
+            ),
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+        )

@@ -1,0 +1,213 @@
+"""Composition of files and command-line overrides, and what is said of faulty ones."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from megappo.config.algorithm import CorrectionLevel, KLController
+from megappo.config.rules import check_config, check_files
+from megappo.config.run import RunConfig
+from megappo.config.store import config_folder, load_run_config, resolved_yaml
+from megappo.errors import ConfigError
+
+EXPERIMENTS = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
+GROUP_CHOICES = sorted(
+    f"{path.parent.name}={path.stem}"
+    for path in config_folder().glob("*/*.yaml")
+    if path.parent.name not in ("experiment", "data")
+)
+
+
+def faults(*overrides: str) -> dict[str, str]:
+    """Return key -> whole message of every violation that these overrides cause."""
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(overrides)
+    return {violation.key: str(violation) for violation in caught.value.violations}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_is_a_complete_run_that_breaks_no_rule(experiment: str) -> None:
+    config = load_run_config([f"experiment={experiment}"])
+    assert type(config) is RunConfig
+
+
+@pytest.mark.parametrize("choice", GROUP_CHOICES)
+def test_every_choice_of_every_group_fits_the_schema(choice: str) -> None:
+    # Rules are left out: not every choice suits the quickstart (a GPU pool has other sizes).
+    load_run_config(["experiment=quickstart", choice], rules=())
+
+
+def test_quickstart_is_grpo_on_two_tensor_parallel_ranks_and_one_sglang_engine() -> None:
+    config = load_run_config(["experiment=quickstart"])
+    assert config.run.name == "quickstart"
+    assert config.algorithm.advantage.name == "grpo"
+    assert config.actor.parallelism.tensor == 2
+    assert (config.rollout.engine, config.rollout.num_engines) == ("sglang", 1)
+    assert config.model.path == "runs/quickstart-sft/model"
+    assert config.sft.output == "runs/quickstart-sft"
+
+
+def test_quickstart_ppo_has_a_critic_pipeline_stages_and_adaptive_kl() -> None:
+    config = load_run_config(["experiment=quickstart_ppo"])
+    assert config.algorithm.advantage.name == "gae"
+    assert (config.actor.parallelism.tensor, config.actor.parallelism.pipeline) == (1, 2)
+    assert config.critic.parallelism.tensor == 2
+    assert config.critic.parallelism.sequence
+    assert config.algorithm.kl.in_reward.controller is KLController.adaptive
+    assert config.trainer.critic_warmup > 0
+
+
+def test_the_starting_model_stays_where_it_is_when_the_run_is_renamed() -> None:
+    config = load_run_config(["experiment=quickstart", "run.name=other"])
+    assert config.sft.output == "runs/quickstart-sft"
+    assert config.model.path == "runs/quickstart-sft/model"
+
+
+def test_a_group_on_the_command_line_wins_over_the_experiment() -> None:
+    config = load_run_config(["experiment=quickstart", "rollout=hf"])
+    assert config.rollout.engine == "hf"
+    assert config.rollout.sampling.max_new_tokens == 8
+
+
+def test_values_on_the_command_line_win_over_everything() -> None:
+    config = load_run_config(["trainer.total_steps=20", "experiment=quickstart", "seed=1", "run.name=x"])
+    assert (config.trainer.total_steps, config.seed, config.run.name) == (20, 1, "x")
+
+
+def test_a_key_inside_an_optional_section_switches_the_section_on() -> None:
+    config = load_run_config(
+        ["experiment=quickstart", "algorithm.overlong.max_length=8", "algorithm.correction.weight={level: sequence}"],
+        rules=(),
+    )
+    assert config.algorithm.overlong is not None
+    assert config.algorithm.overlong.max_length == 8
+    assert config.algorithm.correction.weight is not None
+    assert config.algorithm.correction.weight.level is CorrectionLevel.sequence
+    assert config.algorithm.correction.weight.high == 2.0
+
+
+def test_maps_take_new_keys_and_are_replaced_when_given_whole() -> None:
+    config = load_run_config(
+        ["experiment=quickstart", "cluster.pools.engines=1", "data.train.params.words=3"], rules=()
+    )
+    assert config.cluster.pools == {"main": 2, "engines": 1}
+    assert config.data.train.params["words"] == 3
+    config = load_run_config(["experiment=quickstart", "cluster.pools={training: 2, engines: 1}"], rules=())
+    assert config.cluster.pools == {"training": 2, "engines": 1}
+
+
+def test_values_that_hold_signs_of_the_grammar_work_when_quoted_and_survive_a_reload() -> None:
+    for value in ("runs/epoch=9-step=8.ckpt", "runs/a@b%c#d", "runs/[x]"):
+        config = load_run_config(["experiment=quickstart", f'trainer.resume="{value}"'])
+        assert config.trainer.resume == value
+        assert yaml.safe_load(resolved_yaml(config))["trainer"]["resume"] == value
+
+
+@pytest.mark.parametrize("value", ["runs/epoch=9-step=8.ckpt", "runs/a@b%c#d", "runs/[x"])
+def test_values_that_need_quotes_are_shown_with_them(value: str) -> None:
+    assert faults("experiment=quickstart", f"trainer.resume={value}") == {
+        "trainer.resume": f"trainer.resume={value} cannot be read (quote it: 'trainer.resume=\"{value}\"')"
+    }
+
+
+def test_the_resolved_yaml_reads_back_as_the_same_configuration() -> None:
+    config = load_run_config(["experiment=quickstart_ppo", "algorithm.overlong.max_length=8"], rules=())
+    text = resolved_yaml(config)
+    assert "controller: adaptive" in text
+    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(text)))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("actor.optim.lrr=1", "actor.optim.lr"),
+        ("trainer.total_epoch=3", "trainer.total_epochs"),
+        ("total_steps=3", "trainer.total_steps"),
+        ("actor.temperature=3", "rollout.sampling.temperature or rollout.validation.temperature"),
+        ("rolout=hf", "rollout"),
+        ("clip=3", "algorithm.policy_loss.clip or algorithm.value_loss.clip"),
+        ("+trainer.total_step=3", "trainer.total_steps"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(override: str, near: str) -> None:
+    (message,) = faults("experiment=quickstart", override).values()
+    assert message.endswith(f"is not a key of the configuration (did you mean {near}?)")
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("trainer.total_steps=abc", "must be an integer or null (without this it is 180)"),
+        ("trainer.total_steps=1.5", "must be an integer or null (without this it is 180)"),
+        ("actor.optim.lr=fast", "must be a number (without this it is 0.0002)"),
+        ("trainer.val_before_train=maybe", "must be true or false"),
+        ("model.dtype=float16", "must be one of float32, bfloat16 (without this it is float32)"),
+        (
+            "model=null",
+            "must be a section with the keys path, dtype, layer_spec (set one of its keys",
+        ),
+        ("seed=1,2", "holds several values"),
+        ("~seed", "cannot be removed"),
+        ("data.train.size=???", "must be given"),
+        ("run.name=${nowhere}", "refers to what is not there"),
+        ("algorithm.correction.reject=[{lo: 3}]", "Key 'lo' not in 'RejectConfig'"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_the_key_may_hold(override: str, rule: str) -> None:
+    (message,) = faults("experiment=quickstart", override).values()
+    assert rule in message
+
+
+@pytest.mark.parametrize("group", ["experiment", "rollout", "algorithm"])
+def test_an_unknown_choice_is_refused_with_the_known_ones(group: str) -> None:
+    (message,) = faults(f"{group}=nothing").values()
+    known = sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+    assert message == f"{group}=nothing is not there (use one of {', '.join(known)})"
+
+
+def test_everything_wrong_comes_in_one_report() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(
+            [
+                "experiment=quickstart",
+                "actor.optim.lrr=1",
+                "trainer.total_steps=abc",
+                "seed=1,2",
+                "actor.parallelism.tensor=3",
+                "batching.mini_batch_prompts=5",
+                "model.path=no/such/folder",
+            ],
+            rules=(check_config, check_files),
+        )
+    keys = {violation.key for violation in caught.value.violations}
+    assert keys == {
+        "actor.optim.lrr",
+        "trainer.total_steps",
+        "seed",
+        "actor.parallelism",
+        "actor.parallelism.tensor",
+        "batching.mini_batch_prompts",
+        "model.path",
+    }
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value).splitlines()) == len(caught.value.violations)
+
+
+def test_loading_writes_nothing_and_stays_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    load_run_config(["experiment=quickstart"])
+    assert Path(os.getcwd()) == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loading_twice_gives_equal_and_separate_configurations() -> None:
+    first, second = (load_run_config(["experiment=quickstart"]) for _ in range(2))
+    assert first == second
+    first.cluster.pools["main"] = 7
+    assert second.cluster.pools == {"main": 2}

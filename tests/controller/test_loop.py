@@ -1,0 +1,274 @@
+"""The whole loop in one process: learning, order of calls, invariance to layout, validation, checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megappo.algo.advantages import needs_values
+from megappo.algo.kl import KLCoefficient
+from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, KLController, KLInRewardConfig
+from megappo.config.batching import BatchingConfig
+from megappo.config.rollout import RolloutConfig, SamplingConfig
+from megappo.config.run import RunConfig
+from megappo.config.trainer import TrainerConfig
+from megappo.controller.loop import PPOController
+from megappo.controller.rollouts import ScoredRollouts
+from megappo.controller.step import Components, StepResult
+from megappo.data.sampler import PromptSampler
+from megappo.data.types import Prompt
+from megappo.errors import CheckpointError
+from megappo.observability.metrics import Metrics, values
+from megappo.rewards.types import Reward, Sample
+from tests.fakes.one_process import EOS, FakeActor, FakeCritic, FakeReward, FakeRollout, FakeWeightSync
+
+VOCAB = 6
+PROMPTS = [
+    Prompt(row=row, text=str(row), tokens=[1 + row % 5, 1 + row % 3], answer=None, source="x") for row in range(12)
+]
+
+
+def share_of_threes(sample: Sample) -> Reward:
+    tokens = [int(token) for token in sample.response.split()]
+    return Reward(score=float(np.mean([token == 3 for token in tokens])), parts={"threes": float(tokens.count(3))})
+
+
+class Recorder:
+    """Keeps what the loop tells."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.validations: list[tuple[int, float]] = []
+        self.saved: list[Path] = []
+
+    def on_phase(self, text: str) -> None: ...
+
+    def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
+        self.steps.append(values(result.metrics))
+
+    def on_validation(self, step: int, metrics: Metrics, rollouts: ScoredRollouts) -> None:
+        self.validations.append((step, values(metrics)["val/reward/mean"]))
+
+    def on_checkpoint(self, folder: Path) -> None:
+        self.saved.append(folder)
+
+
+def make_config(algorithm: AlgorithmConfig, *, steps: int, batching: BatchingConfig | None = None) -> RunConfig:
+    sampling = SamplingConfig(max_new_tokens=6)
+    return RunConfig(
+        algorithm=algorithm,
+        batching=batching or BatchingConfig(prompts_per_step=4, samples_per_prompt=4, ppo_epochs=2),
+        rollout=RolloutConfig(sampling=sampling, validation=replace(sampling, temperature=0.0)),
+        trainer=TrainerConfig(total_steps=steps),
+    )
+
+
+def make_controller(
+    config: RunConfig, tmp_path: Path, *, data: int = 1, critic_data: int = 1, lr: float = 3.0
+) -> tuple[PPOController, Recorder]:
+    table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 0.5
+    actor = FakeActor(table, data=data, lr=lr, algorithm=config.algorithm)
+    critic = None
+    if needs_values(config.algorithm):
+        critic = FakeCritic(torch.zeros(VOCAB), data=critic_data, lr=lr, algorithm=config.algorithm)
+    rollout = FakeRollout(table=torch.zeros(VOCAB, VOCAB))
+    parts = Components(
+        config=config,
+        sampler=PromptSampler(PROMPTS, batch_size=config.batching.prompts_per_step, seed=0, shuffle=True),
+        rollout=rollout,
+        reward=FakeReward(share_of_threes),
+        actor=actor,
+        critic=critic,
+        weight_sync=FakeWeightSync(actor=actor, rollout=rollout),
+        kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
+    )
+    recorder = Recorder()
+    controller = PPOController(parts, validation=PROMPTS[:3], checkpoint_dir=tmp_path, observer=recorder)
+    return controller, recorder
+
+
+def run(config: RunConfig, tmp_path: Path, **layout: int) -> tuple[PPOController, list[dict[str, float]]]:
+    controller, recorder = make_controller(config, tmp_path, **layout)
+    controller.prepare()
+    controller.fit()
+    return controller, recorder.steps
+
+
+def grpo() -> AlgorithmConfig:
+    return AlgorithmConfig(advantage=AdvantageConfig(name="grpo"))
+
+
+def ppo_with_kl() -> AlgorithmConfig:
+    kl = KLConfig(in_reward=KLInRewardConfig(coef=0.05, controller=KLController.adaptive, target=0.01, horizon=1000))
+    return AlgorithmConfig(advantage=AdvantageConfig(name="gae"), kl=kl)
+
+
+@pytest.mark.parametrize("algorithm", [grpo(), ppo_with_kl()], ids=["grpo", "ppo"])
+def test_the_reward_rises(algorithm: AlgorithmConfig, tmp_path: Path) -> None:
+    _, steps = run(make_config(algorithm, steps=30), tmp_path)
+    rewards = [step["reward/mean"] for step in steps]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus"])
+def test_other_registered_estimators_learn_too(name: str, tmp_path: Path) -> None:
+    _, steps = run(make_config(AlgorithmConfig(advantage=AdvantageConfig(name=name)), steps=30), tmp_path)
+    rewards = [step["reward/mean"] for step in steps]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+
+
+def test_a_step_goes_through_its_hops_in_order(tmp_path: Path) -> None:
+    controller, _ = run(make_config(grpo(), steps=2), tmp_path)
+    hops = ["generate", "pack", "sleep", "wake", "push"]
+    assert controller.parts.rollout.calls == ["push", *hops, *hops]  # type: ignore[attr-defined]
+
+
+def test_every_rollout_carries_the_version_pushed_before_it(tmp_path: Path) -> None:
+    _, steps = run(make_config(grpo(), steps=3), tmp_path)
+    assert [step["rollout/policy_version/min"] for step in steps] == [0, 1, 2]
+    assert [step["weights/version"] for step in steps] == [1, 2, 3]
+
+
+def test_on_policy_rollouts_have_the_log_probs_of_the_trainer(tmp_path: Path) -> None:
+    _, steps = run(make_config(grpo(), steps=5), tmp_path)
+    assert max(step["actor/rollout_log_prob_diff/max"] for step in steps) < 1e-6
+
+
+def numbers(steps: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Metrics that must not depend on the layout."""
+    skipped = ("timing/", "perf/", "schedule/")
+    return {name: [step[name] for step in steps] for name in steps[0] if not name.startswith(skipped)}
+
+
+@pytest.mark.parametrize(
+    ("data", "critic_data", "batching"),
+    [
+        (2, 1, {}),
+        (2, 4, {}),
+        (3, 2, {"micro_batch_tokens": 16}),
+        (1, 1, {"micro_batch_tokens": 12}),
+        (4, 4, {"balance": False}),
+        (2, 2, {"min_micro_batches": 5}),
+    ],
+)
+@pytest.mark.parametrize("algorithm", [grpo(), ppo_with_kl()], ids=["grpo", "ppo"])
+def test_layout_balancing_and_micro_batches_never_change_a_number(
+    algorithm: AlgorithmConfig, data: int, critic_data: int, batching: dict[str, int], tmp_path: Path
+) -> None:
+    base = BatchingConfig(prompts_per_step=4, samples_per_prompt=4, ppo_epochs=2, mini_batch_prompts=2)
+    _, one = run(make_config(algorithm, steps=3, batching=base), tmp_path)
+    _, other = run(
+        make_config(algorithm, steps=3, batching=replace(base, **batching)),
+        tmp_path,
+        data=data,
+        critic_data=critic_data,
+    )
+    expected, found = numbers(one), numbers(other)
+    assert found.keys() == expected.keys()
+    for name, series in expected.items():
+        assert found[name] == pytest.approx(series, rel=1e-5, abs=1e-6), name
+
+
+def test_scores_are_bitwise_the_same_with_balancing_on_and_off(tmp_path: Path) -> None:
+    batching = BatchingConfig(prompts_per_step=4, samples_per_prompt=4)
+    results = []
+    for balance in (True, False):
+        config = make_config(grpo(), steps=1, batching=replace(batching, balance=balance))
+        _, steps = run(config, tmp_path, data=2)
+        results.append([steps[0][f"actor/advantages/{stat}"] for stat in ("max", "min")] + [steps[0]["reward/mean"]])
+    assert results[0] == results[1]
+
+
+def test_the_actor_rests_while_the_critic_warms_up_and_the_weights_are_still_pushed(tmp_path: Path) -> None:
+    config = make_config(ppo_with_kl(), steps=4)
+    config.trainer.critic_warmup = 3
+    controller, steps = run(config, tmp_path)
+    assert controller.parts.actor.updates == 1  # type: ignore[attr-defined]
+    assert controller.parts.critic.updates == 4  # type: ignore[union-attr]
+    assert controller.parts.rollout.version == 4  # type: ignore[attr-defined]
+    assert "actor/ratio/mean" not in steps[2] and "actor/ratio/mean" in steps[3]
+
+
+def test_the_adaptive_coefficient_moves_by_the_measured_kl(tmp_path: Path) -> None:
+    _, steps = run(make_config(ppo_with_kl(), steps=3), tmp_path)
+    coefficient = 0.05
+    for step in steps:
+        assert step["kl/in_reward/coef"] == pytest.approx(coefficient, rel=1e-9)
+        error = np.clip(step["kl/in_reward/mean"] / 0.01 - 1, -0.2, 0.2)
+        coefficient *= 1 + error * 16 / 1000
+
+
+def test_validation_runs_when_due_and_leaves_the_training_draws_alone(tmp_path: Path) -> None:
+    _, plain = run(make_config(grpo(), steps=4), tmp_path)
+    config = make_config(grpo(), steps=4)
+    config.trainer.test_freq, config.trainer.val_before_train = 3, True
+    controller, recorder = make_controller(config, tmp_path)
+    controller.prepare()
+    controller.fit()
+    assert [step for step, _ in recorder.validations] == [0, 3, 4]
+    assert [step["reward/mean"] for step in recorder.steps] == [step["reward/mean"] for step in plain]
+
+
+def test_epochs_decide_the_length_when_total_steps_is_null(tmp_path: Path) -> None:
+    config = make_config(grpo(), steps=1)
+    config.trainer.total_steps, config.trainer.total_epochs = None, 2
+    controller, _ = make_controller(config, tmp_path)
+    assert controller.total_steps == 6  # 12 prompts, 4 a step, 2 epochs
+
+
+def test_a_resumed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    config = make_config(ppo_with_kl(), steps=6)
+    _, whole = run(config, tmp_path / "a")
+    half = make_config(ppo_with_kl(), steps=3)
+    half.trainer.save_freq = 3
+    run(half, tmp_path / "b")
+    config.trainer.resume = "auto"
+    controller, rest = run(config, tmp_path / "b")
+    assert controller.state.step == 6
+    for expected, found in zip(whole[3:], rest, strict=True):
+        expected_numbers, found_numbers = numbers([expected]), numbers([found])
+        assert found_numbers == expected_numbers
+
+
+def test_only_the_newest_checkpoints_stay_and_latest_points_to_the_last(tmp_path: Path) -> None:
+    config = make_config(grpo(), steps=5)
+    config.trainer.save_freq, config.trainer.max_checkpoints = 1, 2
+    run(config, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000004", "step_000005"]
+    assert (tmp_path / "latest").read_text() == "step_000005"
+
+
+def test_a_save_that_fails_leaves_the_older_checkpoint_and_the_pointer(tmp_path: Path) -> None:
+    config = make_config(grpo(), steps=1)
+    config.trainer.save_freq = 1
+    controller, _ = run(config, tmp_path)
+
+    def no_space(folder: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    controller.parts.actor.save = no_space  # type: ignore[method-assign]
+    controller.state.step = 2
+    with pytest.raises(CheckpointError, match="No space left"):
+        controller.save()
+    assert (tmp_path / "latest").read_text() == "step_000001"
+    assert (tmp_path / "step_000001" / "actor" / "table.pt").exists()
+
+
+def test_checkpoints_without_a_pointer_are_not_silently_ignored(tmp_path: Path) -> None:
+    config = make_config(grpo(), steps=1)
+    config.trainer.save_freq = 1
+    run(config, tmp_path)
+    (tmp_path / "latest").unlink()
+    config.trainer.resume = "auto"
+    controller, _ = make_controller(config, tmp_path)
+    with pytest.raises(CheckpointError, match="no 'latest' file"):
+        controller.prepare()
+
+
+def test_the_end_token_is_part_of_the_response() -> None:
+    assert EOS == 0
+    rollout = FakeRollout(table=torch.tensor([[9.0, 0, 0]] * 3), version=0)
+    tokens, log_probs = rollout._sample(1, SamplingConfig(max_new_tokens=4), np.random.default_rng(0))
+    assert tokens == [0] and len(log_probs) == 1

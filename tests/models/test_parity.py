@@ -1,0 +1,158 @@
+"""Megatron's models compute what transformers' do, in every layout.
+
+Tolerances: float32 sums of up to a few hundred terms in another order, on logits of order 1; gradients relative to
+the largest of their tensor.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megappo.config.parallelism import ParallelismConfig
+from megappo.models.build import Head
+from megappo.models.families import FAMILIES
+from tests.dist_world import DistWorld
+from tests.models.conftest import MakeModel
+from tests.models.model_jobs import RankResult, Sequences, forward_backward, language_model_loss, value_loss
+
+LAYOUTS = {
+    "tensor": ParallelismConfig(tensor=2),
+    "tensor and sequence": ParallelismConfig(tensor=2, sequence=True),
+    "pipeline": ParallelismConfig(pipeline=2),
+    "virtual pipeline": ParallelismConfig(pipeline=2, virtual_pipeline=2),
+    "tensor, sequence and pipeline": ParallelismConfig(tensor=2, pipeline=2, sequence=True),
+}
+ALL = LAYOUTS["tensor, sequence and pipeline"]
+ONE = ParallelismConfig()
+
+
+def make_batch(lengths: list[int], seed: int) -> Sequences:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 96, (length,), generator=generator).tolist() for length in lengths]
+
+
+# Each micro-batch has 64 tokens, as virtual stages want; the lengths make several buckets.
+MICRO_BATCHES = [make_batch([40, 3, 5, 1, 15], 1), make_batch([32, 32], 2)]
+UNEQUAL = [make_batch([40, 2], 3), make_batch([8], 4), make_batch([7, 31], 5)]
+
+Expected = tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]
+
+
+def policy_of_transformers(folder: Path, micro_batches: list[Sequences]) -> Expected:
+    """Per micro-batch logits [T, vocab]; loss and gradients. One sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = [
+        torch.cat([model(torch.tensor([sequence])).logits[0] for sequence in sequences]) for sequences in micro_batches
+    ]
+    loss = torch.stack([language_model_loss(*pair) for pair in zip(logits, micro_batches)]).sum()
+    loss.backward()
+    return [part.detach() for part in logits], float(loss), gradients_of(model)
+
+
+def critic_of_transformers(folder: Path, micro_batches: list[Sequences]) -> Expected:
+    """The same for values [T]: the last hidden states times the value head of the folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
+    head = load_file(folder / "model.safetensors")["score.weight"].requires_grad_()
+    values = []
+    for sequences in micro_batches:
+        hidden = [model(torch.tensor([sequence])).last_hidden_state[0] for sequence in sequences]
+        values.append(torch.cat(hidden) @ head[0])
+    loss = torch.stack([value_loss(*pair) for pair in zip(values, micro_batches)]).sum()
+    loss.backward()
+    gradients = {f"model.{name}": gradient for name, gradient in gradients_of(model).items()}
+    assert head.grad is not None
+    return [part.detach() for part in values], float(loss), gradients | {"score.weight": head.grad}
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same(expected: Expected, results: list[RankResult]) -> None:
+    outputs, loss, gradients = expected
+    last = [result for result in results if result.outputs is not None]
+    assert last
+    for result in last:
+        for mine, theirs in zip(result.outputs or [], outputs, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert set().union(*(result.gradients for result in results)) == set(gradients)
+    for result in results:
+        for name, gradient in result.gradients.items():
+            error = float((gradient - gradients[name]).abs().max() / gradients[name].abs().max())
+            assert error < 1e-5, f"{name}: {error}"
+
+
+def run(
+    world: DistWorld, folder: Path, layout: ParallelismConfig, head: Head, batches: list[Sequences]
+) -> list[RankResult]:
+    return world.run(
+        forward_backward, parallelism=layout, layout=layout, folder=str(folder), head=head, micro_batches=batches
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES.names())
+@pytest.mark.parametrize("layout", [ONE, ALL], ids=["one process", "all axes"])
+def test_every_family_computes_what_transformers_does(
+    world: DistWorld, make_model: MakeModel, family: str, layout: ParallelismConfig
+) -> None:
+    folder = make_model(family)
+    results = run(world, folder, layout, Head.language_model, MICRO_BATCHES)
+    assert_same(policy_of_transformers(folder, MICRO_BATCHES), results)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_every_layout_computes_what_transformers_does(
+    world: DistWorld, make_model: MakeModel, layout: ParallelismConfig
+) -> None:
+    folder = make_model("qwen2")
+    results = run(world, folder, layout, Head.language_model, MICRO_BATCHES)
+    assert_same(policy_of_transformers(folder, MICRO_BATCHES), results)
+
+
+@pytest.mark.parametrize("layout", [ONE, *LAYOUTS.values()], ids=["one process", *LAYOUTS.keys()])
+def test_a_tied_output_layer_adds_its_gradient_to_the_embedding(
+    world: DistWorld, make_model: MakeModel, layout: ParallelismConfig
+) -> None:
+    folder = make_model("llama", tie_word_embeddings=True)
+    results = run(world, folder, layout, Head.language_model, MICRO_BATCHES)
+    assert_same(policy_of_transformers(folder, MICRO_BATCHES), results)
+
+
+def test_pipeline_micro_batches_may_differ_in_tokens(world: DistWorld, make_model: MakeModel) -> None:
+    folder = make_model("qwen2")
+    results = run(world, folder, ALL, Head.language_model, UNEQUAL)
+    assert_same(policy_of_transformers(folder, UNEQUAL), results)
+
+
+@pytest.fixture(scope="module")
+def critic_folder(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A critic as it is saved: a value head and no output layer."""
+    policy = make_model("qwen3")
+    folder = tmp_path_factory.mktemp("critic")
+    tensors = load_file(policy / "model.safetensors")
+    del tensors["lm_head.weight"]
+    generator = torch.Generator().manual_seed(3)
+    tensors["score.weight"] = torch.randn(1, 32, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((policy / "config.json").read_text())
+    return folder
+
+
+@pytest.mark.parametrize("layout", [ONE, *LAYOUTS.values()], ids=["one process", *LAYOUTS.keys()])
+def test_the_value_head_computes_what_a_linear_layer_on_transformers_does(
+    world: DistWorld, critic_folder: Path, layout: ParallelismConfig
+) -> None:
+    results = run(world, critic_folder, layout, Head.value, MICRO_BATCHES)
+    assert_same(critic_of_transformers(critic_folder, MICRO_BATCHES), results)
+
+
+def test_a_value_head_on_a_policys_folder_starts_at_zero(world: DistWorld, make_model: MakeModel) -> None:
+    folder = make_model("qwen2", tie_word_embeddings=True)
+    (result,) = run(world, folder, ONE, Head.value, MICRO_BATCHES)
+    assert result.outputs is not None and all(bool((values == 0).all()) for values in result.outputs)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True

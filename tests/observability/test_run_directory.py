@@ -1,0 +1,66 @@
+"""The folder of a run: what is in it, and that nothing is ever overwritten."""
+
+import json
+from pathlib import Path
+
+from megappo.config.trainer import RunSection
+from megappo.observability.run_directory import open_run_directory, write_atomically, write_summary
+
+
+def section(tmp_path: Path) -> RunSection:
+    return RunSection(name="mine", dir=str(tmp_path / "runs"))
+
+
+def test_a_new_run_gets_its_folders(tmp_path: Path) -> None:
+    directory = open_run_directory(section(tmp_path))
+    assert directory.path == tmp_path / "runs" / "mine"
+    assert directory.logs.is_dir() and directory.rollouts.is_dir()
+    assert directory.moved_aside is None
+
+
+def test_earlier_runs_are_moved_aside_one_after_the_other(tmp_path: Path) -> None:
+    for number in range(3):
+        directory = open_run_directory(section(tmp_path))
+        write_summary(directory, {"run": number})
+        if number:
+            assert directory.moved_aside == tmp_path / "runs" / f"mine.{number}"
+    names = {
+        path.name: json.loads((path / "summary.json").read_text())["run"] for path in (tmp_path / "runs").iterdir()
+    }
+    assert names == {"mine.1": 0, "mine.2": 1, "mine": 2}
+
+
+def test_an_empty_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert open_run_directory(section(tmp_path)).moved_aside is None
+
+
+def test_resume_auto_goes_on_in_a_folder_with_checkpoints_only(tmp_path: Path) -> None:
+    directory = open_run_directory(section(tmp_path))
+    write_summary(directory, {})
+    assert open_run_directory(section(tmp_path), resume="auto").moved_aside is not None
+    (directory.checkpoints / "step_000005").mkdir(parents=True)
+    assert open_run_directory(section(tmp_path), resume="auto").moved_aside is None
+    assert open_run_directory(section(tmp_path), resume="never").moved_aside is not None
+
+
+def test_resuming_from_a_checkpoint_inside_the_folder_leaves_it_in_place(tmp_path: Path) -> None:
+    directory = open_run_directory(section(tmp_path))
+    checkpoint = directory.checkpoints / "step_000005"
+    checkpoint.mkdir(parents=True)
+    assert open_run_directory(section(tmp_path), resume=str(checkpoint)).moved_aside is None
+    other = tmp_path / "elsewhere" / "step_000005"
+    assert open_run_directory(section(tmp_path), resume=str(other)).moved_aside is not None
+
+
+def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+    try:
+        write_atomically(path, "\ud800")  # a lone surrogate cannot be encoded
+    except UnicodeEncodeError:
+        pass
+    assert path.read_text() == "old"
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert path.name in {left.name for left in tmp_path.iterdir()}

@@ -1,0 +1,46 @@
+"""Tiny model folders for the trainers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from tests.train.batches import VOCAB
+
+
+def save_model(model_class: type[PreTrainedModel], folder: Path, *, tied: bool = False, layers: int = 4) -> Path:
+    """Write a model whose weights all count: norms differ from 1, biases from 0, distributions are peaked."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    model = model_class(config)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(Qwen2ForCausalLM, tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def tied_policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(Qwen2ForCausalLM, tmp_path_factory.mktemp("tied_policy"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def critic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(Qwen2ForSequenceClassification, tmp_path_factory.mktemp("critic"))

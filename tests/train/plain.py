@@ -1,0 +1,125 @@
+"""The same mathematics written plainly: transformers, one sequence at a time, autograd, torch's AdamW.
+
+Shapes: L tokens of one sequence.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, Qwen2ForCausalLM
+
+from megappo.batch.stages import Experience
+from megappo.config.optim import OptimConfig
+from tests.train.batches import WHITENING, weights_of
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+ENTROPY_COEF, KL_COEF = 0.02, 0.3
+VALUE_CLIP = 0.4
+TEMPERATURE = 0.7
+
+
+@dataclass
+class PlainResult:
+    """What a forward pass and one optimizer step gave."""
+
+    numbers: torch.Tensor
+    """[N] log-probs or values, 0 off the response mask."""
+    entropy: float
+    """Mean over response tokens (0 for values)."""
+    loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """After clipping."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """After the step."""
+
+
+@dataclass
+class Sequence:
+    """One sequence of an experience, its fields as tensors [L - 1] for tokens 1 to L - 1."""
+
+    tokens: torch.Tensor
+    """[L]."""
+    start: int
+    """Position of its first token in the batch."""
+    weight: float
+    fields: dict[str, torch.Tensor]
+
+
+FIELDS = ("advantages", "old_log_probs", "ref_log_probs", "values", "returns", "correction_weights")
+
+
+def sequences_of(experience: Experience) -> Iterator[Sequence]:
+    weights = weights_of(experience)
+    for index, sequence_id in enumerate(experience.sequence_ids.tolist()):
+        start, stop = int(experience.offsets[index]), int(experience.offsets[index + 1])
+        fields = {name: torch.from_numpy(getattr(experience, name)[start + 1 : stop]) for name in FIELDS}
+        fields |= {
+            name: torch.from_numpy(getattr(experience, name)[start + 1 : stop])
+            for name in ("loss_mask", "response_mask")
+        }
+        tokens = torch.from_numpy(experience.tokens[start:stop]).long()
+        yield Sequence(tokens=tokens, start=start, weight=weights[sequence_id], fields=fields)
+
+
+def train_actor(folder: Path, experience: Experience, optim: OptimConfig) -> PlainResult:
+    """Log-probs, entropy, and one step of PPO with entropy bonus and KL in the loss."""
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    numbers = torch.zeros(experience.num_tokens)
+    losses, entropies = [], []
+    for sequence in sequences_of(experience):
+        logits = model(sequence.tokens[None]).logits[0, :-1] / TEMPERATURE
+        log_p = torch.log_softmax(logits.double(), -1)
+        chosen = log_p.gather(1, sequence.tokens[1:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        response, kept = sequence.fields["response_mask"], sequence.fields["loss_mask"]
+        numbers[sequence.start + 1 :][: len(chosen)] = torch.where(response, chosen.detach().float(), 0.0)
+        entropies.append(entropy[response].detach())
+
+        advantages = (sequence.fields["advantages"][kept] - WHITENING.mean) * WHITENING.inverse_std
+        ratio = (chosen[kept] - sequence.fields["old_log_probs"][kept]).exp()
+        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
+        difference = chosen[kept] - sequence.fields["ref_log_probs"][kept]
+        kl = (-difference).exp() - 1 + difference
+        token_loss = surrogate * sequence.fields["correction_weights"][kept]
+        token_loss = token_loss + KL_COEF * kl - ENTROPY_COEF * entropy[kept]
+        losses.append(sequence.weight * token_loss.sum())
+    return step(model, torch.stack(losses).sum(), optim, numbers, float(torch.cat(entropies).mean()))
+
+
+def train_critic(folder: Path, experience: Experience, optim: OptimConfig) -> PlainResult:
+    """Values of the states before the tokens, and one step on the clipped value loss."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    numbers = torch.zeros(experience.num_tokens)
+    losses = []
+    for sequence in sequences_of(experience):
+        hidden = model.model(sequence.tokens[None]).last_hidden_state[0]
+        values = model.score(hidden)[:-1, 0]
+        response, kept = sequence.fields["response_mask"], sequence.fields["loss_mask"]
+        numbers[sequence.start + 1 :][: len(values)] = torch.where(response, values.detach(), 0.0)
+        old, returns = sequence.fields["values"][kept], sequence.fields["returns"][kept]
+        bounded = torch.minimum(torch.maximum(values[kept], old - VALUE_CLIP), old + VALUE_CLIP)
+        error = torch.maximum((values[kept] - returns) ** 2, (bounded - returns) ** 2)
+        losses.append(sequence.weight * 0.5 * error.sum())
+    return step(model, torch.stack(losses).sum(), optim, numbers, 0.0)
+
+
+def step(
+    model: PreTrainedModel, loss: torch.Tensor, optim: OptimConfig, numbers: torch.Tensor, entropy: float
+) -> PlainResult:
+    """Backward, clip, AdamW without decay of vectors."""
+    loss.backward()
+    named = dict(model.named_parameters())
+    norm = torch.nn.utils.clip_grad_norm_(named.values(), optim.clip_grad)
+    decays: Callable[[torch.Tensor], bool] = lambda parameter: parameter.ndim > 1
+    groups = [
+        {"params": [p for p in named.values() if decays(p)], "weight_decay": optim.weight_decay},
+        {"params": [p for p in named.values() if not decays(p)], "weight_decay": 0.0},
+    ]
+    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps).step()
+    weights = {name: p.detach().clone() for name, p in named.items()}
+    return PlainResult(numbers, entropy, loss.item(), float(norm), gradients, weights)
