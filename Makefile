@@ -52,4 +52,4 @@ docs: install ## write docs/metrics.md anew
 
 clean: ## remove caches and build output; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find megappo tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,7 @@ arguments and its result comes back pickled:
 The world of a job has `world_size` ranks (default: the size of one model copy; the rest is data parallelism).
 Megatron's state is made anew for every job and destroyed after it. An exception comes back as `RankError` with the
 rank and its traceback; a job past its deadline ends the processes, and the next job starts new ones.
-`parallelism=None` runs the function without any process group.
+`parallelism=None` runs the function without any process group; its rank is then in the environment as RANK.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class DistWorld:
         listeners = [Listener(address, authkey=_KEY) for address in addresses]
         for rank, listener in zip(new, listeners):
             command = [sys.executable, "-W", "ignore", __file__, str(rank), str(listener.address)]
-            self._processes.append(subprocess.Popen(command, env=environment))
+            self._processes.append(subprocess.Popen(command, env=environment | {"RANK": str(rank)}))
         for listener in listeners:
             listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]  # accept() has no timeout
             self._pipes.append(listener.accept())

@@ -13,10 +13,15 @@ def compute_loss_weights(
 ) -> np.ndarray:
     """Weight of each loss token of each sequence, [B] float64: loss = sum over tokens of weight * token loss.
 
-    Because counts of the whole mini-batch go into the weights, a micro-batch or rank needs to know no other. With n_i
-    loss tokens in sequence i, N = sum n_i, S sequences with n_i > 0, P prompts with loss tokens:
-    token_mean 1/N; sequence_mean_token_mean 1/(S n_i); sequence_mean_token_sum 1/S; token_sum_constant
-    1/(S constant_length); prompt_mean 1/(P tokens of the prompt). Sequences without loss tokens get 0.
+    Formula: with n_i loss tokens in sequence i, N = sum n_i, S sequences with n_i > 0, P prompts with loss tokens:
+        token_mean 1/N; sequence_mean_token_mean 1/(S n_i); sequence_mean_token_sum 1/S; token_sum_constant
+        1/(S constant_length); prompt_mean 1/(P tokens of the prompt). Counts are of the whole mini-batch over all
+        ranks, after truncation and rejection, so no micro-batch or rank needs to know another.
+    Source: token_mean: DAPO, arXiv:2503.14476; sequence_mean_token_mean: GRPO, arXiv:2402.03300;
+        token_sum_constant: Dr.GRPO, arXiv:2503.20783.
+    Config: policy_loss.aggregation (null: the loss's own), policy_loss.constant_length.
+    Use: token_mean weighs long responses by their length; sequence means weigh responses alike; a constant length
+        does neither, and keeps the gradient of a token independent of the others.
 
     Args:
         loss_tokens: [B] int: tokens on the loss mask, after truncation and rejection.

@@ -1,9 +1,5 @@
 """Dynamic sampling: which groups a step trains on and how many prompts are drawn in their place.
 
-Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2.
-Config: algorithm.sampling.max_rounds, algorithm.sampling.on_exhausted.
-Use: many prompts are always or never solved, so that their groups carry no signal.
-
 Invariants (asserted by tests/algo/test_dynamic_sampling.py):
 1. Every group is in exactly one of kept, surplus and filtered; a group with signal is never filtered.
 2. At most max_rounds rounds are drawn; the outcome when they run out is the configured one.
@@ -51,7 +47,14 @@ class SamplingDecision:
 def decide_sampling(
     groups: Mapping[int, Sequence[float]], *, target: int, rounds: int, config: DynamicSamplingConfig
 ) -> SamplingDecision:
-    """Decide what to do with the groups that a step has so far.
+    """Drop groups whose scores are all equal and draw other prompts in their place.
+
+    Formula: of the groups so far, those with differing scores are kept up to the step's prompts; too few and rounds
+        left: as many prompts are drawn again; no rounds left: train_partial trains on those there are, carry_over
+        keeps them for the next step, stop ends the run. Groups beyond the step's prompts go to the next step.
+    Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2.
+    Config: sampling.max_rounds (0: off), sampling.on_exhausted.
+    Use: many prompts are always or never solved, so that their groups carry no signal.
 
     Args:
         groups: group id -> scores of its non-empty samples; groups carried over from earlier steps included.

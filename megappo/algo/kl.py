@@ -27,7 +27,9 @@ def k1(difference: Tensor) -> Tensor:
     """d: unbiased, may be negative.
 
     Formula: d = lp - lp_ref.
-    Use: in the reward. As a loss its expected gradient is 0, so it is refused there.
+    Source: Schulman 2020, Approximating KL divergence (http://joschu.net/blog/kl-approx.html).
+    Config: kl.in_reward.estimator=k1. As a loss its expected gradient is 0, so it is refused there.
+    Use: in the reward.
     """
     return difference
 
@@ -35,7 +37,9 @@ def k1(difference: Tensor) -> Tensor:
 def absolute(difference: Tensor) -> Tensor:
     """|d|.
 
-    Formula: |lp - lp_ref|.
+    Formula: |d|, d = lp - lp_ref.
+    Source: Ziegler et al. 2019 describe the penalty, arXiv:1909.08593; the absolute value is common practice.
+    Config: kl.in_reward.estimator=abs, kl.in_loss.estimator=abs.
     Use: penalises moves in both directions alike.
     """
     return difference.abs()
@@ -44,7 +48,9 @@ def absolute(difference: Tensor) -> Tensor:
 def k2(difference: Tensor) -> Tensor:
     """d^2 / 2: biased, low variance; its gradient is an unbiased estimate of the gradient of the KL.
 
-    Formula: (lp - lp_ref)^2 / 2.
+    Formula: d^2 / 2, d = lp - lp_ref.
+    Source: Schulman 2020, Approximating KL divergence (http://joschu.net/blog/kl-approx.html).
+    Config: kl.in_reward.estimator=k2, kl.in_loss.estimator=k2.
     Use: as a loss.
     """
     return 0.5 * difference.square()
@@ -53,8 +59,10 @@ def k2(difference: Tensor) -> Tensor:
 def k3(difference: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased and never negative.
 
-    Formula: exp(-d) - 1 + d, d clamped to +-20 before exp, the result capped at 10 with gradient 0 beyond the cap
-        (`kl/capped_fraction` counts).
+    Formula: exp(-d) - 1 + d, d = lp - lp_ref clamped to +-20 before exp, the result capped at 10 with gradient 0
+        beyond the cap (`kl/capped_fraction` counts).
+    Source: Schulman 2020, Approximating KL divergence (http://joschu.net/blog/kl-approx.html).
+    Config: kl.in_reward.estimator=k3, kl.in_loss.estimator=k3.
     Use: the usual choice in the loss.
     """
     return _k3_uncapped(difference).clamp(max=K3_LIMIT)
@@ -70,31 +78,58 @@ def k3_is_capped(difference: Tensor) -> Tensor:
     return _k3_uncapped(widen(difference)) > K3_LIMIT
 
 
-def _with_k2_gradient(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def estimator(difference: Tensor) -> Tensor:
-        gradient = k2(difference)
-        return value(difference).detach() + (gradient - gradient.detach())
+def k1_plus(difference: Tensor) -> Tensor:
+    """Value of k1, gradient of k2: what is reported is unbiased, what is followed is the gradient of the KL.
 
-    return estimator
+    Formula: d + d^2 / 2 - stopgrad(d^2 / 2), d detached in the first term.
+    Source: Tang and Munos 2025, On a few pitfalls in KL divergence gradient estimation for RL, arXiv:2506.09477.
+    Config: kl.in_loss.estimator=k1+ (in the reward the same as k1).
+    Use: as a loss.
+    """
+    return _with_k2_gradient(k1(difference), difference)
 
 
-_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+def k3_plus(difference: Tensor) -> Tensor:
+    """Value of k3, gradient of k2.
+
+    Formula: as k3, with d in place of its gradient 1 - exp(-d).
+    Source: Tang and Munos 2025, On a few pitfalls in KL divergence gradient estimation for RL, arXiv:2506.09477.
+    Config: kl.in_loss.estimator=k3+ (in the reward the same as k3).
+    Use: as a loss, when the policy may move far from the reference: the gradient does not vanish at the cap.
+    """
+    return _with_k2_gradient(k3(difference), difference)
+
+
+def _with_k2_gradient(value: Tensor, difference: Tensor) -> Tensor:
+    gradient = k2(difference)
+    return value.detach() + (gradient - gradient.detach())
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": k1,
     "abs": absolute,
     "k2": k2,
     "k3": k3,
-    "k1+": _with_k2_gradient(k1),
-    "k3+": _with_k2_gradient(k3),
+    "k1+": k1_plus,
+    "k3+": k3_plus,
 }
 
 
 def compute_kl(difference: Tensor, estimator: str) -> Tensor:
     """Return the KL estimate per token [M], in at least fp32; `k1+` and `k3+` have the gradient of k2."""
-    return _ESTIMATORS[estimator](widen(difference))
+    return KL_ESTIMATORS[estimator](widen(difference))
 
 
 class KLCoefficient:
-    """Coefficient of KL in reward: fixed, or adaptive (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
+    """Coefficient of KL in reward, fixed or adaptive.
+
+    Formula: token reward R_t -= coef kl_t with d = lp_old - lp_ref. adaptive: after each step
+        coef *= 1 + clip(kl / target - 1, -0.2, 0.2) sequences / horizon, kl = mean over non-empty sequences of their
+        token mean.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    Config: kl.in_reward.coef, .controller, .target, .horizon. adaptive cannot start from 0.
+    Use: adaptive to hold the policy at a given distance from the reference.
+    """
 
     def __init__(self, config: KLInRewardConfig) -> None:
         self._config = config
@@ -102,7 +137,7 @@ class KLCoefficient:
         """The coefficient of the next step."""
 
     def update(self, kl: Sequence[np.ndarray]) -> None:
-        """Move the coefficient after a step: value *= 1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon.
+        """Move the coefficient after a step (see the class).
 
         Args:
             kl: per shard, [B] float64 masked mean of the KL per sequence, NaN for an empty sequence. The step's KL is

@@ -9,7 +9,8 @@ Invariants (asserted by tests/balance/test_micro_batches.py):
 5. The same input gives the same plan.
 
 A number of micro-batches from tokens divided by the cap is only a lower bound: five sequences of 5 tokens under a cap
-of 8 need five, not ceil(25 / 8) = 4. So the number comes from the packing itself.
+of 8 need five, not ceil(25 / 8) = 4. So the number comes from the packing itself; the work is then levelled over that
+number.
 """
 
 from bisect import bisect_left
@@ -17,7 +18,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megappo.balance.partition import level, partition
+from megappo.balance.capped import level_under_cap
+from megappo.balance.partition import level
+from megappo.balance.workload import TOKENS, Workload
+
+ROOM = 0.01
+"""Share of micro-batches that a plan may have above the bound even where fewer would do: with every micro-batch filled
+to the cap their work cannot be level."""
 
 
 def plan_micro_batches(
@@ -27,8 +34,9 @@ def plan_micro_batches(
     max_tokens: int,
     min_micro_batches: int = 1,
     multiple_of: int = 1,
+    cost: Workload = TOKENS,
 ) -> list[list[list[int]]]:
-    """Cut each rank's positions into micro-batches, the same number on every rank, nearly equal in tokens.
+    """Cut each rank's positions into micro-batches, the same number on every rank, nearly equal in cost.
 
     Args:
         parts: positions of each rank.
@@ -41,12 +49,11 @@ def plan_micro_batches(
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     positions = [np.asarray(part, dtype=np.int64) for part in parts]
-    needed = max((len(pack(tokens[part], max_tokens)) for part in positions), default=0)
-    count = -(-max(needed, min_micro_batches) // multiple_of) * multiple_of
-    return [
-        [part[chosen].tolist() for chosen in spread(tokens[part], count, max_tokens)] if count else []
-        for part in positions
-    ]
+    packed = [len(pack(tokens[part], max_tokens)) for part in positions]
+    with_room = [int(micro_batch_bound(tokens[part], max_tokens) * (1 + ROOM)) for part in positions]
+    needed = max([min_micro_batches, *packed, *with_room])
+    count = -(-needed // multiple_of) * multiple_of
+    return [[part[chosen].tolist() for chosen in _spread(tokens[part], cost, count, max_tokens)] for part in positions]
 
 
 def micro_batch_bound(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> int:
@@ -79,21 +86,17 @@ def pack(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]
     return [sorted(positions) for positions in packed]
 
 
-def spread(lengths: Sequence[int] | np.ndarray, num_micro_batches: int, max_tokens: int) -> list[list[int]]:
-    """Put positions 0..B-1 into exactly `num_micro_batches`, as equal in tokens as the cap allows.
-
-    `num_micro_batches` must be at least what `pack` needs.
-    """
-    tokens = np.asarray(lengths, dtype=np.int64)
-    alone = np.flatnonzero(tokens > max_tokens)
+def _spread(tokens: np.ndarray, cost: Workload, count: int, max_tokens: int) -> list[list[int]]:
+    """Put positions 0..B-1 into exactly `count` micro-batches, at least as many as `pack` needs, as equal in cost as
+    the cap allows."""
+    filled = [[position] for position in np.flatnonzero(tokens > max_tokens).tolist()]
     rest = np.flatnonzero(tokens <= max_tokens)
-    count = num_micro_batches - len(alone)
-    filled = [[position] for position in alone.tolist()]
-    if count == 0:
-        return filled
-    parts = partition(tokens[rest], count, equal_counts=False)
-    if max(int(tokens[rest[part]].sum()) for part in parts) > max_tokens:
-        # Little room to spare: keep the packing that is known to fit and level it.
+    num_parts = count - len(filled)
+    if not len(rest):
+        return filled + [[] for _ in range(num_parts)]
+    parts = level_under_cap(tokens[rest], cost.costs(tokens[rest]), num_parts, max_tokens)
+    if parts is None:
+        # Next to no room: keep the packing, which is known to fit, and level its tokens, which never overfills one.
         packed = pack(tokens[rest], max_tokens)
-        parts = level(tokens[rest], packed + [[] for _ in range(count - len(packed))])
+        parts = level(tokens[rest], packed + [[] for _ in range(num_parts - len(packed))])
     return filled + [rest[part].tolist() for part in parts]

@@ -49,8 +49,8 @@ def partition(costs: Sequence[float] | np.ndarray, num_parts: int, *, equal_coun
         slots = _difference_rows(weights, num_parts)
     else:
         parts = _longest_first(weights, num_parts, equal_counts=equal_counts)
-        slots = _slot_table(parts, spare=0 if equal_counts else SPARE_SLOTS, count=len(weights))
-    return _parts_of(_swap_search(weights, slots, equal_counts=equal_counts), len(weights))
+        slots = slot_table(parts, spare=0 if equal_counts else SPARE_SLOTS, count=len(weights))
+    return table_parts(_swap_search(weights, slots, equal_counts=equal_counts), len(weights))
 
 
 def level(costs: Sequence[float] | np.ndarray, parts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -59,8 +59,8 @@ def level(costs: Sequence[float] | np.ndarray, parts: Sequence[Sequence[int]]) -
     No move raises the larger cost of the two parts it touches, so an upper bound that holds before holds after.
     """
     weights = np.asarray(costs, dtype=np.float64)
-    slots = _slot_table(parts, spare=SPARE_SLOTS, count=len(weights))
-    return _parts_of(_swap_search(weights, slots, equal_counts=False), len(weights))
+    slots = slot_table(parts, spare=SPARE_SLOTS, count=len(weights))
+    return table_parts(_swap_search(weights, slots, equal_counts=False), len(weights))
 
 
 def imbalance(part_costs: Sequence[float] | np.ndarray) -> float:
@@ -125,7 +125,7 @@ def _longest_first(weights: np.ndarray, num_parts: int, *, equal_counts: bool) -
     return parts
 
 
-def _slot_table(parts: Sequence[Sequence[int]], *, spare: int, count: int) -> np.ndarray:
+def slot_table(parts: Sequence[Sequence[int]], *, spare: int, count: int) -> np.ndarray:
     """Return the parts as rows of equal length, filled up with free slots (position `count`) in front, `spare` of
     them in the fullest."""
     width = max((len(part) for part in parts), default=0) + spare
@@ -135,7 +135,7 @@ def _slot_table(parts: Sequence[Sequence[int]], *, spare: int, count: int) -> np
     return slots
 
 
-def _parts_of(slots: np.ndarray, count: int) -> list[list[int]]:
+def table_parts(slots: np.ndarray, count: int) -> list[list[int]]:
     """Return the table as lists of positions, ascending, without the free slots."""
     ordered = np.sort(slots, axis=1)
     sizes = (ordered < count).sum(axis=1)

@@ -65,6 +65,8 @@ class PackedBatch:
         offsets = self.offsets
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
             raise BatchError(f"{type(self).__name__}.offsets must start at 0 and never fall, got {offsets}")
+        if offsets.dtype != np.int64:
+            raise BatchError(f"{type(self).__name__}.offsets is {offsets.dtype}, must be int64")
         for declared, value in _declared_fields(self):
             rows = self.num_tokens if declared.metadata["dims"] is Dims.tokens else self.num_sequences
             if value.shape != (rows,) or value.dtype != declared.metadata["dtype"]:
@@ -79,7 +81,7 @@ Packed = TypeVar("Packed", bound=PackedBatch)
 
 def _declared_fields(batch: PackedBatch) -> list[tuple[Field[Any], np.ndarray]]:
     """Return the declared fields that are present, with their values."""
-    present = []
+    present: list[tuple[Field[Any], np.ndarray]] = []
     for declared in fields(batch):  # type: ignore[arg-type]  # subclasses are dataclasses
         value = getattr(batch, declared.name)
         if "dims" in declared.metadata and value is not None:
@@ -111,7 +113,7 @@ def concat(batches: Sequence[Packed]) -> Packed:
         raise BatchError("concat of no batches: nothing tells which fields there are")
     present = [{declared.name for declared, _ in _declared_fields(batch)} for batch in batches]
     if any(names != present[0] for names in present):
-        odd = set.union(*present) - set.intersection(*present)
+        odd = {name for names in present for name in names if not all(name in other for other in present)}
         raise BatchError(f"cannot concat {type(batches[0]).__name__}: {sorted(odd)} is present in some batches only")
     changes: dict[str, np.ndarray] = {"offsets": offsets_of(np.concatenate([batch.lengths for batch in batches]))}
     for name in present[0]:
@@ -126,8 +128,9 @@ def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def empty(batch_type: type[Packed]) -> Packed:
     """Return a batch of no sequences (optional fields absent)."""
-    present = [
-        declared for declared in fields(batch_type) if "dims" in declared.metadata and declared.default is MISSING
-    ]  # type: ignore[arg-type]
-    values = {declared.name: np.zeros(0, dtype=declared.metadata["dtype"]) for declared in present}
-    return batch_type(offsets=np.zeros(1, dtype=np.int64), **values)
+    declared_fields: tuple[Field[Any], ...] = fields(batch_type)  # type: ignore[arg-type]  # subclasses are dataclasses
+    values = {"offsets": np.zeros(1, dtype=np.int64)}
+    for declared in declared_fields:
+        if "dims" in declared.metadata and declared.default is MISSING:
+            values[declared.name] = np.zeros(0, dtype=declared.metadata["dtype"])
+    return batch_type(**values)

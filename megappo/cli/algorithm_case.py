@@ -233,7 +233,7 @@ class _Reader:
         has_group, ids = [], []
         for number, sequence in enumerate(self.sequences):
             group = sequence.get("group")
-            if group is not None and not isinstance(group, str | int):
+            if group is not None and (not isinstance(group, str | int) or isinstance(group, bool)):
                 self.fault(number, "group", "must be text or an integer")
                 group = None
             # "1" and 1 are two groups; a sequence without a group gets a key that no other has.
@@ -296,5 +296,7 @@ class _Reader:
         if advantage.name == "gdpo":
             weights = advantage.weights or [1.0] * len(advantage.reward_keys)
             return float(sum(w * parts[key] for key, w in zip(advantage.reward_keys, weights) if key in parts))
-        self.fault(number, "score", f"has no part 'score', which {advantage.name} needs (keys seen: {', '.join(parts)})")
+        self.fault(
+            number, "score", f"has no part 'score', which {advantage.name} needs (keys seen: {', '.join(parts)})"
+        )
         return 0.0

@@ -1,6 +1,6 @@
 """What the algorithm of a case needs from its sequences."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -22,6 +22,8 @@ def check_needs(case: AlgorithmCase) -> None:
         raise CaseError(faults)
 
 
+_Absent = Callable[[str], np.ndarray]
+"""Field -> [B] bool of the sequences that lack it."""
 _Need = tuple[str, np.ndarray, str]
 """Field, [B] bool of the sequences that lack it, who needs it."""
 
@@ -51,7 +53,7 @@ def _missing(case: AlgorithmCase) -> Iterator[_Need]:
         yield "group", occupied & ~case.has_group, "prompt_mean needs it"
 
 
-def _missing_for_rewards(case: AlgorithmCase, absent: "Absent") -> Iterator[_Need]:
+def _missing_for_rewards(case: AlgorithmCase, absent: _Absent) -> Iterator[_Need]:
     """Needs of token rewards, advantages and the value loss."""
     algorithm, occupied = case.algorithm, case.occupied
     if "new_values" in case.tokens:
@@ -63,13 +65,15 @@ def _missing_for_rewards(case: AlgorithmCase, absent: "Absent") -> Iterator[_Nee
         yield "values", absent("values"), "gae needs it"
     if algorithm.kl.in_reward.coef > 0:
         yield "ref_log_probs", absent("ref_log_probs"), "KL in reward needs it"
-    if reads_old_log_probs(algorithm) and algorithm.old_log_probs is OldLogProbs.auto and "log_probs" not in case.tokens:
+    declared = ESTIMATOR_DECLARATIONS.get(name)
+    reads_old = algorithm.kl.in_reward.coef > 0 or algorithm.correction.is_on
+    reads_old |= declared is not None and declared.reads_old_log_probs
+    if reads_old and algorithm.old_log_probs is OldLogProbs.auto and "log_probs" not in case.tokens:
         yield "old_log_probs", absent("old_log_probs"), "KL in reward, correction or the advantage needs it"
     if name == "remax" and case.greedy_scores is None:
         yield "greedy_score", occupied, "remax needs it"
     if name == "optimal_token_baseline":
         yield "sum_pi_squared", absent("sum_pi_squared"), "optimal_token_baseline needs it"
-    declared = ESTIMATOR_DECLARATIONS.get(name)
     if declared is not None and declared.compares_groups:
         yield "group", occupied & ~case.has_group, f"{name} compares the samples of a group"
 

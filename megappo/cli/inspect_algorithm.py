@@ -27,8 +27,8 @@ from megappo.algo.losses import (
     compute_value_loss,
     policy_loss_of,
 )
-from megappo.algo.masked import MaskedTokens, compact, whiten
-from megappo.algo.selection import select_at_once
+from megappo.algo.masked import compact, whiten
+from megappo.algo.selection import LossTokens, select_at_once
 from megappo.algo.token_rewards import move_onto_tokens, penalize, place_on_last_token
 from megappo.batch.stages import RolloutBatch
 from megappo.cli.algorithm_case import AlgorithmCase, CaseError, read_case
@@ -220,8 +220,7 @@ class _Inspection:
             entropy=_optional(self._given("entropy")),
         )
         if policy_loss_of(self.algorithm).declaration.selects_tokens:
-            assert old is not None
-            batch.selected = torch.as_tensor(select_at_once(estimates, advantages, self.algorithm))
+            batch.selected = torch.as_tensor(self._selected(estimates, advantages))
         output = compute_policy_loss(log_probs, batch, self.algorithm)
         (gradient,) = torch.autograd.grad(output.loss, log_probs)
         self.metrics |= output.metrics
@@ -229,6 +228,20 @@ class _Inspection:
         if not (np.isfinite(loss) and bool(gradient.isfinite().all())):
             self.notes.append("the loss or its gradient is not finite: a run would skip this step and count it")
         return loss, self._per_sequence(gradient.numpy())
+
+    def _selected(self, estimates: Estimates, advantages: np.ndarray) -> np.ndarray:
+        """Which response tokens a loss like clip_cov treats apart, [M] bool; advantages [M] are whitened."""
+        assert estimates.old_log_probs is not None
+        kept = estimates.loss_mask
+        tokens = LossTokens(
+            old_log_probs=estimates.old_log_probs[kept],
+            advantages=advantages[kept],
+            sequence_ids=self.masked.sequence[kept],
+            positions=(self.masked.index - self.case.offsets[self.masked.sequence])[kept],
+        )
+        selected = np.zeros(len(kept), dtype=bool)
+        selected[kept] = select_at_once(tokens, self.algorithm, whitening=None)
+        return selected
 
     def _value_loss(self, returns: np.ndarray, loss_mask: np.ndarray | None) -> float | None:
         values, old = self._given("new_values"), self._given("values")

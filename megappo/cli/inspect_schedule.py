@@ -52,7 +52,7 @@ def _schedule(
     micro-batches per rank below which no plan for these ranks can go."""
     costs = workload.costs(lengths)
     parts = partition(costs, dp, equal_counts=equal_counts)
-    plan = plan_micro_batches(parts, lengths, max_tokens=max_tokens, min_micro_batches=1, multiple_of=vpp_group)
+    plan = plan_micro_batches(parts, lengths, max_tokens=max_tokens, multiple_of=vpp_group, cost=workload)
     ranks = [
         {
             "micro_batches": [

@@ -15,6 +15,7 @@ from megappo.data.prompts import load_prompts
 from megappo.data.sources import read_rows
 from megappo.data.supervised import supervised_pairs
 from megappo.data.tokenizer import character_tokenizer, load_tokenizer
+from megappo.data.types import Row
 from megappo.device.backend import resolve_backend
 from megappo.models.random_model import make_random_model
 from megappo.observability.console import RunConsole
@@ -78,15 +79,16 @@ def supervised_config(config: RunConfig, start: str) -> RunConfig:
 def make_start(config: RunConfig, shape: RandomModelConfig, folder: Path) -> Path:
     """Make the random starting model; its tokenizer has the characters of all training and validation rows."""
     sources = [source for source in (config.data.train, config.data.validation) if source is not None]
-    characters = {
-        character
-        for source in sources
-        for row in read_rows(source)
-        for text in (row.question, row.answer or "")
-        for character in text
-    }
-    make_random_model(shape, tokenizer=character_tokenizer(characters), seed=config.seed, output=folder)
+    characters = {character for source in sources for row in read_rows(source) for character in _text(row)}
+    make_random_model(shape, tokenizer=character_tokenizer(characters), seed=config.seed, output=str(folder))
     return folder
+
+
+def _text(row: Row) -> str:
+    """Return everything a row will be tokenised from."""
+    question = row.question
+    asked = question if isinstance(question, str) else "".join(str(message["content"]) for message in question)
+    return asked + (row.answer or "")
 
 
 def show_step(console: RunConsole, step: SftStep, max_steps: int) -> None:

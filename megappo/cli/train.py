@@ -45,7 +45,7 @@ def train(config: RunConfig) -> int:
             exit_reason, code = "interrupted", 130
             console.note(f"interrupted after step {observer.last_step}; {observer.saved}")
         except MegappoError as error:
-            exit_reason, code = f"failed: {str(error).splitlines()[0]}", error.exit_code
+            exit_reason, code = f"failed: {type(error).__name__}", error.exit_code
             console.note(f"{error}\nended after step {observer.last_step}; {observer.saved}")
         finally:
             report(config, directory, console, observer.finish(exit_reason))

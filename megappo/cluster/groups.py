@@ -84,6 +84,12 @@ class TrainingGroup:
         inner = self.layout.tensor * self.layout.context
         return inner * (data_rank + self.layout.data * (self.layout.pipeline - 1))
 
+    def stage_ranks(self, stage: int) -> list[int]:
+        """Return the global ranks of the first data-parallel replica of a pipeline stage."""
+        inner = self.layout.tensor * self.layout.context
+        first = inner * self.layout.data * stage
+        return list(range(first, first + inner))
+
     def per_data_rank(self, items: Sequence[Any], data_rank: int) -> list[Any]:
         """Return the entries (one per shard) that a data-parallel rank works on."""
         share = len(items) // self.layout.data

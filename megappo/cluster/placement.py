@@ -5,6 +5,7 @@ one pool are colocated: each takes 1 / (number of roles in the pool) of every bu
 of them the same device. Roles of different pools never share one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,5 +93,5 @@ def _bundles_by_node(group: PlacementGroup) -> list[int]:
     return sorted(nodes, key=lambda bundle: (first_bundle_of_node[nodes[bundle]], bundle))
 
 
-def _describe(resources: dict[str, float]) -> str:
+def _describe(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("GPU", "CPU"))

@@ -5,23 +5,23 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
 import ray
 
 from megappo.batch.fields import offsets_of
-from megappo.batch.refs import Ref
 from megappo.batch.stages import RolloutBatch
 from megappo.cluster.runtime import describe_process
 from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
-from megappo.controller.ports import Draw, FinishedGroup, SequenceInfo
+from megappo.controller.ports import Draw, SequenceInfo
 from megappo.observability.logging import redirect_process_output
 from megappo.rewards.types import Sample
 from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
+from megappo.weight_sync.push import StageSource, push_weights
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -92,8 +92,12 @@ class RolloutHost:
 
     async def generate(
         self, draws: Sequence[Draw], sampling: SamplingConfig, seed: int
-    ) -> AsyncIterator[FinishedGroup]:
-        """Yield groups as they finish; their tokens stay here."""
+    ) -> AsyncIterator[list[SequenceInfo] | list[Sample]]:
+        """Yield two objects per finished group: its metadata, then its texts. The tokens stay here.
+
+        Two objects, so that the driver reads one and passes the other on unread; a reference inside a streamed
+        object would be freed before the driver sees it.
+        """
         by_group = {draw.group_id: draw for draw in draws}
         requests = [
             GenerateRequest(
@@ -102,13 +106,16 @@ class RolloutHost:
             for draw in draws
         ]
         async for output in self._engine.generate(requests, sampling, seed=seed):
-            yield self._finish(by_group[output.group_id], output)
+            sequences, samples = self._finish(by_group[output.group_id], output)
+            yield sequences
+            yield samples
 
-    def _finish(self, draw: Draw, output: GroupOutput) -> FinishedGroup:
-        """Keep the tokens of a finished group; returns its metadata and a reference to its texts."""
+    def _finish(self, draw: Draw, output: GroupOutput) -> tuple[list[SequenceInfo], list[Sample]]:
+        """Keep the tokens of a finished group; returns its metadata and its texts."""
         from megappo.data.tokenizer import decode_response
 
-        sequences, samples = [], []
+        sequences: list[SequenceInfo] = []
+        samples: list[Sample] = []
         for sequence_id, response in zip(draw.sequence_ids, output.responses, strict=True):
             self._stored[sequence_id] = _Stored(
                 group_id=draw.group_id,
@@ -137,7 +144,7 @@ class RolloutHost:
                     extra=draw.prompt.extra,
                 )
             )
-        return FinishedGroup(sequences=sequences, samples=cast(Ref[list[Sample]], ray.put(samples)))
+        return sequences, samples
 
     async def pack(self, shards: list[list[int]]) -> list[Any]:
         """Put this engine's part of every shard into the object store (None where it has none); forget the rest."""
@@ -168,11 +175,9 @@ class RolloutHost:
         """Join the weight group of one pipeline stage."""
         await self._engine.join_weight_group(group)
 
-    async def receive_weights(self, stages: Any, version: int) -> None:
+    async def receive_weights(self, stages: list[StageSource], version: int) -> None:
         """Receive all buckets of all stages as `version`."""
-        from megappo.weight_sync.push import push_weights
-
-        await push_weights([self._engine], stages, version=version, timeout_s=self.config.weight_sync.timeout_s)
+        await push_weights([self._engine], stages, version, timeout_s=self.config.weight_sync.timeout_s)
 
     async def sleep(self) -> None:
         """Release what the engine can release."""

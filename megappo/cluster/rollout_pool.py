@@ -59,6 +59,11 @@ class RolloutPool:
         return ids
 
     @property
+    def num_engines(self) -> int:
+        """Engines in the pool."""
+        return len(self._hosts)
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of all engines in a weight group."""
         return self._config.rollout.tensor * len(self._hosts)
@@ -104,7 +109,8 @@ class RolloutPool:
             stream: Any = ready[0]
             index = streams[stream]
             try:
-                yield ray.get(next(stream))
+                sequences = ray.get(next(stream))
+                yield FinishedGroup(sequences=sequences, samples=next(stream))
             except StopIteration:
                 del streams[stream]
             except RayError as error:

@@ -17,7 +17,7 @@ from megappo.cluster.placement import Placement
 from megappo.cluster.reward_pool import RewardPool
 from megappo.cluster.rollout_pool import RolloutPool
 from megappo.cluster.runtime import gather, start_ray
-from megappo.cluster.weight_sync import BroadcastWeightSync
+from megappo.cluster.weight_sync import RayWeightSync
 from megappo.config.cluster import DeviceKind
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
@@ -35,7 +35,7 @@ class Session:
     critic: CriticGroup | None = None
     rollout: RolloutPool
     reward: RewardPool
-    weight_sync: BroadcastWeightSync
+    weight_sync: RayWeightSync
 
     def __init__(self, config: RunConfig, *, backend: Backend, log_dir: Path, report: Report) -> None:
         self._config = config
@@ -81,7 +81,7 @@ class Session:
         self._report("training workers are up; waiting for the engines")
         gather(engines, phase="start", timeout_s=config.rollout.start_timeout_s + 30.0)
         self._report("engines are up; joining the weight groups")
-        self.weight_sync = BroadcastWeightSync(
+        self.weight_sync = RayWeightSync(
             config, actor=self.actor, rollout=self.rollout, backend=self._backend.dist_backend
         )
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -21,6 +21,10 @@ from megappo.cluster.runtime import describe_process
 from megappo.config.run import RunConfig
 from megappo.observability.logging import redirect_process_output
 from megappo.observability.metrics import Metrics
+from megappo.weights.buckets import BucketMeta
+
+if TYPE_CHECKING:  # torch and megatron wait until the process has its log file and its threads
+    from megappo.weight_sync.transport import WeightSender
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -158,6 +162,7 @@ class ActorWorker(TrainingWorker):
         backend = self._connect(address, port, self.config.actor.parallelism)
         self.trainer = ActorTrainer(self.config, backend=backend)
         self._backend = backend
+        self._sender: WeightSender | None = None
 
     def compute_log_probs(
         self, call: BatchCall, micro_batches: list[list[int]], *, reference: bool
@@ -201,33 +206,39 @@ class ActorWorker(TrainingWorker):
         batch: Experience = concat(ray.get(experience))
         return self.trainer.update(batch, request)
 
-    def weight_manifest(self, bucket_bytes: int) -> Any:
-        """Return (whether this rank sends, its pipeline stage, the buckets it will send, in order)."""
+    def plan_export(self) -> tuple[int, bool, list[BucketMeta]]:
+        """Return (pipeline stage, whether this rank is its source, the stage's buckets in order)."""
         from megappo.models.export import plan_export
 
-        return plan_export(self.trainer.chunks, bucket_bytes)
+        plan = plan_export(self.trainer.chunks, self.config.weight_sync.bucket_bytes)
+        return plan.stage, plan.sends, plan.buckets
 
-    def join_weight_group(self, name: str, address: str, port: int, world_size: int) -> None:
-        """Join a weight group as its source (rank 0)."""
-        from megappo.weight_sync.broadcast import BroadcastSender
+    def join_weight_group(self, group: str, address: str, port: int, world_size: int) -> None:
+        """Meet the engines as the source of a weight group."""
+        from megappo.weight_sync import TRANSPORTS
+        from megappo.weight_sync.transport import SenderSpec
 
-        self._sender = BroadcastSender(
-            name=name,
-            address=address,
-            port=port,
-            world_size=world_size,
-            backend=self._backend.dist_backend,
-            timeout_s=self.config.weight_sync.timeout_s,
+        settings = self.config.weight_sync
+        self._sender = TRANSPORTS.get(settings.transport)(
+            SenderSpec(
+                group=group,
+                address=address,
+                port=port,
+                world_size=world_size,
+                backend=self._backend,
+                timeout_s=settings.timeout_s,
+            )
         )
+        self._sender.join()
 
-    def send_weights(self, bucket_bytes: int) -> int:
-        """Send this stage's weights bucket by bucket; returns bytes sent. All tensor ranks of the stage take part."""
-        sent = 0
-        for bucket, flat in self.trainer.export_buckets(bucket_bytes):
-            if hasattr(self, "_sender"):
-                self._sender.send(flat)
-                sent += bucket.num_bytes
-        return sent
+    def send_weights(self) -> None:
+        """Send this stage's weights bucket by bucket. All tensor ranks gather; the source sends."""
+        buckets = self.trainer.export_buckets(self.config.weight_sync.bucket_bytes)
+        if self._sender is not None:
+            self._sender.send(buckets)
+        else:
+            for _ in buckets:
+                pass
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (all ranks take part)."""

@@ -2,7 +2,8 @@
 
 The only module here that knows Hydra. Nothing is written, the working directory stays, and no DictConfig leaves it.
 `group=choice` picks a file of a group (`rollout=hf`, `experiment=quickstart`); `key=value` sets one value afterwards.
-A value given for a whole map (`cluster.pools={a: 1, b: 1}`) replaces the map.
+A value given for a whole map (`cluster.pools={a: 1, b: 1}`) replaces the map. Files of one's own, in folders named
+like the groups, are found with `hydra.searchpath=[file:///FOLDER]`.
 """
 
 import re
@@ -13,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,6 +27,8 @@ from megappo.config import schema
 from megappo.config.rules import check_config
 from megappo.config.run import RunConfig
 from megappo.errors import ConfigError, Violation
+
+_FAULTS_IN_FILES = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 Rule = Callable[[RunConfig], list[Violation]]
 
@@ -115,44 +119,49 @@ def _compose_groups(groups: Sequence[Override], violations: list[Violation]) -> 
     lines = [cast(str, override.input_line) for override in groups]
     try:
         return compose("run", overrides=lines)
-    except (HydraException, OmegaConfBaseException) as error:
-        found = [violation for override in groups if (violation := _bad_choice(override)) is not None]
+    except _FAULTS_IN_FILES as error:
+        search_path = [line for line in lines if line.startswith("hydra.")]
+        found = [violation for override in groups if (violation := _bad_choice(override, search_path)) is not None]
         violations.extend(found or [_fault_in_files(error, lines)])
         return None
 
 
-def _bad_choice(override: Override) -> Violation | None:
+def _bad_choice(override: Override, search_path: list[str]) -> Violation | None:
     """Return what is wrong with one group override on its own: a choice that does not exist."""
     try:
-        compose("run", overrides=[cast(str, override.input_line)])
+        compose("run", overrides=[*search_path, cast(str, override.input_line)])
     except MissingConfigException as error:
         group, choice = override.key_or_group, override.value()
         if error.missing_cfg_file != f"{group}/{choice}":
             return None
         options = ", ".join(error.options or [])
         return Violation(key=group, value=choice, rule="is not there", remedy=f"use one of {options}")
-    except (HydraException, OmegaConfBaseException):
+    except _FAULTS_IN_FILES:
         return None
     return None
 
 
 def _fault_in_files(error: Exception, lines: Sequence[str]) -> Violation:
-    """Return the violation for a file that does not fit the schema or names a file that is not there.
-
-    Hydra's messages read `In 'experiment/mine': ConfigKeyError raised while composing config:`, then the reason and
-    lines such as `full_key: rollout.samplin`.
-    """
+    """Return the violation for a file that is not YAML, does not fit the schema, or names a file that is not there."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        remedy = f"use one of {', '.join(error.options or [])}"
+        return Violation(key=group, value=choice, rule=f"is not there; {' '.join(lines)} asks for it", remedy=remedy)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return Violation(
+            key=mark.name, value=f"line {mark.line + 1}", rule=f"is not YAML: {error.problem}", remedy="mend the file"
+        )
+    # Hydra's messages read `In 'experiment/mine': ConfigKeyError raised while composing config:`, then the reason and
+    # lines such as `full_key: rollout.samplin`.
     message = [line.strip() for line in str(error).splitlines() if line.strip()]
     place = re.match(r"In '(.+?)': (.*)", message[0])
-    file, reason = place.groups() if place else ("configuration", message[0])
+    file, reason = place.groups() if place else ("run", message[0])
     if "raised while composing" in reason and len(message) > 1:
         reason = message[1]
     key = next((line.partition("full_key:")[2].strip() for line in message if line.startswith("full_key:")), "")
-    unknown = bool(key) and schema.annotation_of(key) is None
-    remedy = _did_you_mean(key) if unknown else "mend the file, or choose another one"
-    return Violation(
-        key=f"configs/{file}.yaml", value=key or " ".join(lines), rule=f"cannot be composed: {reason}", remedy=remedy
-    )
+    remedy = _did_you_mean(key) if key and schema.annotation_of(key) is None else "mend the file"
+    return Violation(key=f"{file}.yaml", value=key or "?", rule=f"cannot be composed: {reason}", remedy=remedy)
 
 
 def _apply(tree: DictConfig, override: Override, violations: list[Violation]) -> None:

@@ -1,7 +1,8 @@
 """Patches that let megatron-core 0.16.1 run on CPU tensors over gloo; the CUDA path has none.
 
-`Backend.prepare_megatron` installs them on CPU. Each patch is one function with its upstream place and its reason; all are safe to repeat and touch modules of
-`megatron.core` only. tests/device/test_megatron_cpu.py has one test per patch, which fails when Megatron changes there.
+`Backend.prepare_megatron` installs them on CPU. Each patch is one function with its upstream place and its reason; all
+are safe to repeat and touch modules of `megatron.core` only. tests/device/test_megatron_cpu.py has one test per patch,
+which fails when Megatron changes there.
 """
 
 import contextlib
@@ -189,10 +190,12 @@ def name_cpu_tensors_as_cuda() -> None:
 
 
 def ignore_moves_to_cuda() -> None:
-    """models/common/language_module/language_module.py:244: the tied embedding is moved with `.cuda()`."""
+    """language_module.py:244 moves the tied embedding with `.cuda()`, distrib_optimizer.py:1089 gathered state."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     _replace(LanguageModule, "setup_embeddings_and_output_layer", _with_cuda_type_names)
+    _replace(DistributedOptimizer, "get_parameter_state_dp_zero", _with_cuda_type_names)
 
 
 def give_adam_its_own_steps() -> None:

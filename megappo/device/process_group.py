@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import (
     PrefixStore,
     _new_process_group_helper,
     _world,
-    rendezvous,
 )
+from torch.distributed.rendezvous import rendezvous
 
 from megappo.config.parallelism import ParallelismConfig
 from megappo.device.backend import Backend
@@ -110,10 +110,11 @@ def init_named_group(
         [],
         TorchBackend(backend.dist_backend),
         PrefixStore(name, store),
-        group_name=name,
+        group_name=name,  # type: ignore[arg-type]  # a str at run time
         backend_options=None,
         timeout=timeout,
     )
+    assert isinstance(group, dist.ProcessGroup)
     # torch.distributed maps the ranks of a group to ranks of the default world; here they are their own.
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     _named_groups[name] = group

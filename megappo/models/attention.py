@@ -119,6 +119,7 @@ class SdpaCoreAttention(MegatronModule):
                 "the local layer spec does causal attention without context parallelism "
                 "(use parallelism.context=1, or model.layer_spec=transformer_engine on CUDA)"
             )
+        assert config.kv_channels is not None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(

@@ -6,20 +6,17 @@ What a chunk returns for a packed micro-batch of T tokens, called as
 - not the last stage: hidden states [T, 1, hidden] ([T / tensor, 1, hidden] under sequence parallelism);
 - last stage, head `language_model`: logits [1, T, vocab / tensor] in the model's dtype, this rank's slice of the
   vocabulary (rank r holds ids r * vocab / tensor up to (r + 1) * vocab / tensor), all T tokens on every rank;
-- last stage, head `value`: values [1, T] float32, equal on all tensor-parallel ranks.
+- last stage, head `value_function`: values [1, T] float32, equal on all tensor-parallel ranks.
 
 Under sequence parallelism T must be divisible by the tensor-parallel size. Under pipeline parallelism micro-batches
 may differ in T, unless there are virtual stages: then all must be equal (and schedules are told so by `seq_length`).
 """
 
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megappo.config.model import Dtype, LayerSpec
@@ -27,17 +24,17 @@ from megappo.config.parallelism import ParallelismConfig
 from megappo.device.backend import Backend
 from megappo.errors import CapabilityError
 from megappo.models.architecture import ModelArchitecture
+from megappo.models.gpt import LanguageModel, ValueModel
 from megappo.models.layer_specs import block_spec, resolve_layer_spec
 from megappo.models.parameters import mapped_parameters
-from megappo.models.value_head import ValueModel
-from megappo.weights.transforms import Partition
+from megappo.weights.name_map import Partition
 
 
-class Head(StrEnum):
+class Head(Enum):
     """What the model computes from its last hidden states."""
 
     language_model = "language_model"
-    value = "value"
+    value_function = "value_function"
 
 
 TORCH_DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
@@ -51,7 +48,7 @@ def build_model(
     layer_spec: LayerSpec,
     head: Head,
     backend: Backend,
-) -> list[MegatronModule]:
+) -> list[LanguageModel]:
     """Build this rank's model chunks, one per virtual pipeline stage. Weights are not set: load them next.
 
     `init_distributed` and `init_model_parallel` must have been called, the latter with the same parallelism.
@@ -63,7 +60,10 @@ def build_model(
     spec = resolve_layer_spec(layer_spec, backend)
     config = transformer_config(architecture, parallelism=parallelism, dtype=dtype, layer_spec=spec, backend=backend)
     stages = range(parallelism.virtual_pipeline) if parallelism.virtual_pipeline else [None]
-    chunks = [_build_chunk(architecture, config, spec, head, vp_stage=stage) for stage in stages]
+    model_class = ValueModel if head is Head.value_function else LanguageModel
+    chunks = [
+        model_class(config, block_spec(config, spec, vp_stage=stage), architecture, vp_stage=stage) for stage in stages
+    ]
     _mark_partitions(chunks)
     device = torch.device("cuda", torch.cuda.current_device()) if backend.kind == "cuda" else backend.device()
     return [chunk.to(device) for chunk in chunks]
@@ -154,33 +154,7 @@ def _check_layout(architecture: ModelArchitecture, parallelism: ParallelismConfi
         raise CapabilityError("parallelism.virtual_pipeline needs parallelism.pipeline > 1 (leave it out)")
 
 
-def _build_chunk(
-    architecture: ModelArchitecture,
-    config: TransformerConfig,
-    layer_spec: LayerSpec,
-    head: Head,
-    *,
-    vp_stage: int | None,
-) -> MegatronModule:
-    model_class = ValueModel if head == Head.value else GPTModel
-    chunk = model_class(
-        config,
-        block_spec(config, layer_spec, vp_stage=vp_stage),
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=architecture.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,  # type: ignore[arg-type]  # any positive number
-        # A value head shares nothing with the embedding.
-        share_embeddings_and_output_weights=architecture.tied_embeddings and head == Head.language_model,
-        vp_stage=vp_stage,
-    )
-    chunk.architecture = architecture  # read by load and export
-    return chunk
-
-
-def _mark_partitions(chunks: list[MegatronModule]) -> None:
+def _mark_partitions(chunks: list[LanguageModel]) -> None:
     """Say of every parameter whether it is a tensor-parallel shard.
 
     Megatron does so when it initialises weights (tensor_parallel/layers.py:150), which `perform_initialization`

@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 
 from megappo.models.architecture import ModelArchitecture
-from megappo.models.parameters import architecture_of, hugging_face_shapes, mapped_parameters, unwrap
+from megappo.models.parameters import hugging_face_shapes, mapped_parameters, unwrap
 from megappo.weights.buckets import BucketMeta, TensorMeta, open_bucket, plan_buckets, torch_dtype
-from megappo.weights.name_map import EMBEDDING, MappedParameter
-from megappo.weights.transforms import Partition, shard, split
+from megappo.weights.name_map import EMBEDDING, MappedParameter, Partition
+from megappo.weights.transforms import shard, split
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -87,7 +87,8 @@ def export_hf_state(model_chunks: Sequence[MegatronModule]) -> dict[str, torch.T
 
 def _sources(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[TensorMeta, _Source]]:
     for chunk in model_chunks:
-        model, architecture = unwrap(chunk), architecture_of(chunk)
+        model = unwrap(chunk)
+        architecture = model.architecture
         for parameter, mapped in mapped_parameters(chunk):
             if mapped.hugging_face == [EMBEDDING] and not model.pre_process:
                 continue

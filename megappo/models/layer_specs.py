@@ -1,13 +1,17 @@
 """Which implementation of a layer is built: Megatron's local one on torch attention, or Transformer Engine."""
 
 import importlib.util
+from typing import cast
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megappo.config.model import LayerSpec
 from megappo.device.backend import Backend
@@ -42,14 +46,19 @@ def block_spec(config: TransformerConfig, layer_spec: LayerSpec, *, vp_stage: in
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+        return _block([layer] * num_layers, TENorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    submodules = layer.submodules
+    submodules = cast(TransformerLayerSubmodules, layer.submodules)
     submodules.input_layernorm = SequenceParallelRMSNorm
     submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
-    attention = submodules.self_attention.submodules
+    attention = cast(SelfAttentionSubmodules, cast(ModuleSpec, submodules.self_attention).submodules)
     attention.core_attention = SdpaCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = SequenceParallelRMSNorm
         attention.k_layernorm = SequenceParallelRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=SequenceParallelRMSNorm)
+    return _block([layer] * num_layers, SequenceParallelRMSNorm)
+
+
+def _block(layer_specs: list[ModuleSpec], layer_norm: type) -> TransformerBlockSubmodules:
+    # Megatron builds the final norm from a class too (transformer/spec_utils.py:81), which its annotation leaves out.
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=cast(ModuleSpec, layer_norm))

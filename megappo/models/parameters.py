@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -9,9 +10,9 @@ from megatron.core.transformer.module import MegatronModule
 
 from megappo.models.architecture import ModelArchitecture
 from megappo.models.families import FAMILIES
+from megappo.models.gpt import LanguageModel
 from megappo.models.value_head import ValueHead
-from megappo.weights.name_map import EMBEDDING, MappedParameter, global_name, map_parameter
-from megappo.weights.transforms import Transform
+from megappo.weights.name_map import EMBEDDING, MappedParameter, Transform, global_name, map_parameter
 
 
 def mapped_parameters(chunk: MegatronModule) -> Iterator[tuple[torch.nn.Parameter, MappedParameter]]:
@@ -23,8 +24,8 @@ def mapped_parameters(chunk: MegatronModule) -> Iterator[tuple[torch.nn.Paramete
         CheckpointError: a parameter has no rule in the family's name table.
     """
     model = unwrap(chunk)
-    table = FAMILIES.get(architecture_of(chunk).family).names
-    layers = model.decoder.layers
+    table = FAMILIES.get(model.architecture.family).names
+    layers: Any = model.decoder.layers  # Any: Megatron's transformer layers
     offset = layers[0].layer_number - 1 if len(layers) else 0
     for local, parameter in model.named_parameters():
         name = global_name(local, offset)
@@ -36,17 +37,12 @@ def mapped_parameters(chunk: MegatronModule) -> Iterator[tuple[torch.nn.Paramete
         yield parameter, mapped
 
 
-def unwrap(chunk: MegatronModule) -> MegatronModule:
-    """Return the GPTModel inside Megatron's wrappers (data parallelism, 16-bit)."""
-    model = chunk
-    while not hasattr(model, "decoder"):
+def unwrap(chunk: MegatronModule) -> LanguageModel:
+    """Return the model inside Megatron's wrappers (data parallelism, 16-bit)."""
+    model: Any = chunk  # Any: a wrapper holds what it wraps as `module`
+    while not isinstance(model, LanguageModel):
         model = model.module
     return model
-
-
-def architecture_of(chunk: MegatronModule) -> ModelArchitecture:
-    """Return what the chunk was built from."""
-    return unwrap(chunk).architecture
 
 
 def hugging_face_shapes(

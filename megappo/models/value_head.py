@@ -1,9 +1,6 @@
-"""The critic: the same transformer with a head that gives one value per token."""
-
-from typing import Any
+"""The head of the critic: one value per token."""
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -28,17 +25,3 @@ class ValueHead(torch.nn.Linear):
             # part; the default would sum the equal gradients of all ranks.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
-
-
-class ValueModel(GPTModel):
-    """GPTModel with a `ValueHead` instead of the vocabulary projection. On the last stage forward returns [1, T]."""
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:  # Any: GPTModel's arguments
-        super().__init__(config, *args, **kwargs)
-        if self.post_process:
-            # Megatron offers no way to leave the projection out; it is freed here.
-            self.output_layer = ValueHead(config)
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # Any: GPTModel's arguments
-        output = super().forward(*args, **kwargs)
-        return output.squeeze(-1) if self.post_process else output

@@ -59,6 +59,7 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
     "KL to the reference policy": _area(
         ("kl/in_reward/mean", "nats", "KL in the reward: masked mean of a sequence", "non-empty sequences"),
         ("kl/in_reward/coef", "1", "its coefficient in this step", "-"),
+        ("kl/in_reward/next_coef", "1", "its coefficient in the next step (`inspect algorithm` only)", "-"),
         ("actor/kl/mean", "nats", "KL in the loss, before its coefficient", _LOSS_TOKENS),
         ("kl/capped_fraction", "0-1", "tokens whose k3 estimate was capped", "tokens of the estimate"),
     ),

@@ -2,8 +2,8 @@
 
 Owns: generation of token ids with log-probs and the receiving end of the weight hand-over. Must not import ray,
 megatron or train; sglang only inside the server's own process. To add an engine: implement `RolloutEngine` with a
-constructor that takes an `EngineSpec`, register it in `ENGINES` (here); the contract test in tests/rollout runs over the
-registry.
+constructor that takes an `EngineSpec`, register it in `ENGINES` (here); the contract test in tests/rollout runs over
+the registry.
 """
 
 from megappo.registry import Registry

@@ -65,7 +65,7 @@ def make_room(cache: DynamicCache, rows: torch.Tensor, capacity: int) -> None:
         if type(layer) is DynamicLayer:
             cache.layers[number] = RoomyLayer(layer, rows, capacity)
         else:
-            layer.batch_select_indices(rows)
+            layer.batch_select_indices(rows)  # type: ignore[attr-defined]  # on every layer but not on the base
 
 
 def grouped_attention(

@@ -23,8 +23,9 @@ from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, Wei
 from megappo.rollout.hf_decoding import GROUPED_ATTENTION
 from megappo.rollout.hf_sampling import sample_responses
 from megappo.rollout.model_folder import read_end_tokens
+from megappo.rollout.prompts import check_prompts
 from megappo.rollout.weight_update import WeightUpdate
-from megappo.weights.buckets import BucketMeta
+from megappo.weights.buckets import BucketMeta, open_bucket
 
 T = TypeVar("T")
 
@@ -73,7 +74,8 @@ class HFEngine:
         self._end_tokens = torch.tensor(
             read_end_tokens(Path(self._spec.model.path)), dtype=torch.long, device=self._backend.device()
         )
-        return model.to(self._backend.device()).eval()
+        torch.nn.Module.to(model, self._backend.device())  # transformers' own `to` hides its signature
+        return model.eval()
 
     async def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingConfig, *, seed: int
@@ -81,6 +83,7 @@ class HFEngine:
         """Yield the groups of each batch when it is done. The same requests and seed give the same samples."""
         model = self._running("generate")
         self._update.require_usable()
+        check_prompts(requests, vocabulary=model.config.get_text_config().vocab_size, name=self._name)
         for batch in cut_into_batches(requests, sampling.max_new_tokens, row_bytes=partial(_row_bytes, model)):
             timeout_s = self._spec.config.request_timeout_s
             cancelled = threading.Event()
@@ -96,9 +99,9 @@ class HFEngine:
             try:
                 async with asyncio.timeout(timeout_s), self._model_free:
                     version = self._version
-                    responses = await asyncio.wrap_future(self._thread.submit(work))
+                    responses = await self._run("generate", work, timeout_s)
             except TimeoutError:
-                raise EngineError(f"{self._name}: generate: a batch was not done within {timeout_s:g} s") from None
+                raise self._too_late("generate", timeout_s) from None
             finally:
                 cancelled.set()
             for request, samples in zip(batch, responses, strict=True):
@@ -165,7 +168,7 @@ class HFEngine:
 
     async def _move(self, phase: str, device: torch.device) -> None:
         model = self._running(phase)
-        await self._run(phase, lambda: model.to(device), self._spec.weight_timeout_s)
+        await self._run(phase, partial(torch.nn.Module.to, model, device), self._spec.weight_timeout_s)
 
     async def health(self) -> None:
         """Return if the engine has a model; a call that hangs meets its own deadline."""
@@ -192,7 +195,7 @@ class HFEngine:
             return await asyncio.wait_for(asyncio.wrap_future(self._thread.submit(work)), timeout_s)
         except TimeoutError:
             raise self._too_late(phase, timeout_s) from None
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, IndexError, OSError) as error:
             raise EngineError(f"{self._name}: {phase}: {type(error).__name__}: {error}") from error
 
     def _too_late(self, phase: str, timeout_s: float) -> EngineError:
@@ -233,16 +236,11 @@ def _receive_bucket(model: PreTrainedModel, bucket: BucketMeta, *, group: str) -
     """Receive a bucket from rank 0 of a group and copy its tensors. Raises ValueError where a shape differs."""
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=model.device)
     dist.broadcast(flat, src=0, group=named_group(group))
-    dtype = getattr(torch, bucket.dtype)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    taken = 0
     with torch.no_grad():
-        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-            size = torch.Size(shape).numel() * dtype.itemsize
-            tensor = flat[taken : taken + size].view(dtype).view(shape)
-            taken += size
-            if name not in parameters:  # named when the hand-over ends
+        for name, tensor in open_bucket(bucket, flat).items():
+            if name not in parameters:  # reported when the hand-over ends
                 continue
             if parameters[name].shape != tensor.shape:
-                raise ValueError(f"{name} has shape {list(parameters[name].shape)}, and {shape} came")
+                raise ValueError(f"{name} has shape {list(parameters[name].shape)}, and {list(tensor.shape)} came")
             parameters[name].copy_(tensor)

@@ -12,12 +12,15 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from megappo.config.rollout import SamplingConfig
-from megappo.errors import EngineError
 from megappo.rollout.engine import FinishReason, GenerateRequest, SampledResponse
 from megappo.rollout.hf_decoding import make_room
 
 _KEEP_SHARE = 0.75
 """Finished rows are dropped once fewer than this share is left: a drop copies the cache of the rest."""
+
+
+class SamplingCancelled(RuntimeError):
+    """Sampling ended before its end, since it was told to."""
 
 
 @torch.inference_mode()
@@ -41,7 +44,7 @@ def sample_responses(
         Per request, its responses.
 
     Raises:
-        EngineError: cancelled.
+        SamplingCancelled: `cancelled` answered yes.
     """
     rows = _Rows(requests, sampling.max_new_tokens, seed=seed, device=model.device)
     cache, logits = _prefill(model, requests)
@@ -50,7 +53,7 @@ def sample_responses(
     make_room(cache, rows.prompt_of_row, mask.shape[1] + sampling.max_new_tokens)
     for step in range(sampling.max_new_tokens):
         if cancelled():
-            raise EngineError("generation was cancelled")
+            raise SamplingCancelled("the samples are not wanted any more")
         tokens, log_probs = choose_tokens(logits, sampling, rows.numbers[rows.active, step])
         finished = rows.record(step, tokens, log_probs, end_tokens)
         alive = ~finished
@@ -128,9 +131,9 @@ class _Rows:
         self.prompt_of_row = torch.repeat_interleave(
             torch.arange(len(requests), device=device), torch.tensor(self._counts, device=device)
         )
-        self.numbers = torch.cat(
-            [_uniform_numbers(request, max_new_tokens, seed=seed) for request in requests]
-        ).to(device)
+        self.numbers = torch.cat([_uniform_numbers(request, max_new_tokens, seed=seed) for request in requests]).to(
+            device
+        )
         self.active = torch.arange(total, device=device)
         self._tokens = torch.zeros(total, max_new_tokens, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(total, max_new_tokens, device=device)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from megappo.weights.safetensors_io import HuggingFaceWeights
 
@@ -15,6 +16,12 @@ def read_end_tokens(folder: Path) -> list[int]:
         value = _read_json(folder / name).get("eos_token_id")
         ids.update([value] if isinstance(value, int) else value or [])
     return sorted(ids)
+
+
+def read_vocabulary_size(folder: Path) -> int:
+    """Return the number of token embeddings that config.json names."""
+    config = _read_json(folder / "config.json")
+    return int(config.get("text_config", config)["vocab_size"])
 
 
 def read_weight_names(folder: Path) -> tuple[set[str], set[str]]:
@@ -31,5 +38,5 @@ def read_weight_names(folder: Path) -> tuple[set[str], set[str]]:
     return names - optional, optional
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

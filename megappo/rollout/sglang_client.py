@@ -24,6 +24,10 @@ class FailureReport(Protocol):
     def __call__(self, phase: str, reason: str, *, wait_s: float = 0.0) -> Awaitable[EngineError]: ...
 
 
+class RequestRefused(EngineError):
+    """The server answered, and did not do what it was asked."""
+
+
 class SGLangClient:
     """Calls of one server, from one event loop. `open()` before the first, `close()` after the last."""
 
@@ -87,11 +91,6 @@ class SGLangClient:
             "backend": group.backend,
         }
         await self._call("join weight group", "POST", "/init_weights_update_group", body, timeout_s)
-
-    async def leave_weight_group(self, name: str, *, timeout_s: float) -> None:
-        """Let the server's ranks leave a weight group."""
-        body = {"group_name": name}
-        await self._call("leave weight group", "POST", "/destroy_weights_update_group", body, timeout_s)
 
     async def pause(self, *, timeout_s: float) -> None:
         """Stop generation; running requests go back to the queue and are computed again when it goes on."""
@@ -163,7 +162,7 @@ class SGLangClient:
             raise await self._failure(phase, reason, wait_s=_DYING_S) from error
         if response.status != 200:
             reason = f"refused with status {response.status}: {content.decode(errors='replace')[:2000]}"
-            raise await self._failure(phase, reason)
+            raise RequestRefused(str(await self._failure(phase, reason)))
         return orjson.loads(content) if response.content_type == "application/json" else None
 
 

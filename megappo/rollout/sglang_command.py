@@ -14,6 +14,8 @@ from megappo.rollout.sglang_cpu import STAND_INS
 HOST_PROGRAM = Path(__file__).with_name("sglang_host.py")
 CPU_TOTAL_TOKENS = 8192
 """KV cache on a CPU where the configuration names none: SGLang would take half of the machine's memory."""
+_RESERVED = ("api-key", "admin-api-key", "config")
+"""Options that would lock megappo out, or change options that it sets."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -112,7 +114,7 @@ def _refuse_bad_extra_args(extra: dict[str, str], own: dict[str, str]) -> None:
             remedy = "write it as in `python -m sglang.launch_server --help`, without the leading dashes"
             violations.append(Violation(key=key, value=value, rule="is not a name like kv-cache-dtype", remedy=remedy))
         # The server's parser takes any unambiguous beginning of an option for the option.
-        elif taken := [option for option in [*own, "api-key"] if option.startswith(name)]:
+        elif taken := [option for option in [*own, *_RESERVED] if option.startswith(name)]:
             remedy = "remove it; rollout, rollout.sglang and model hold the fields for it, if it may be changed"
             rule = f"is set by megappo (--{taken[0]})"
             violations.append(Violation(key=key, value=value, rule=rule, remedy=remedy))

@@ -8,10 +8,10 @@ from pathlib import Path
 from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import SamplingConfig
 from megappo.device.backend import resolve_backend
-from megappo.errors import EngineError
 from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
-from megappo.rollout.model_folder import read_end_tokens, read_weight_names
-from megappo.rollout.sglang_client import SGLangClient
+from megappo.rollout.model_folder import read_end_tokens, read_vocabulary_size, read_weight_names
+from megappo.rollout.prompts import check_prompts
+from megappo.rollout.sglang_client import RequestRefused, SGLangClient
 from megappo.rollout.sglang_command import server_command
 from megappo.rollout.sglang_server import SGLangServer
 from megappo.rollout.weight_update import WeightUpdate
@@ -33,12 +33,11 @@ class SGLangEngine:
         folder = Path(spec.model.path)
         self._end_tokens = read_end_tokens(folder)
         required, optional = read_weight_names(folder)
-        name = f"engine sglang {spec.index}"
-        self._update = WeightUpdate(name=name, required=required, optional=optional)
-        self._server = SGLangServer(name=name, log_path=spec.log_path)
-        self._client = SGLangClient(
-            url=self._server.url, api_key=self._server.api_key, failure=self._server.failure
-        )
+        self._name = f"engine sglang {spec.index}"
+        self._vocabulary = read_vocabulary_size(folder)
+        self._update = WeightUpdate(name=self._name, required=required, optional=optional)
+        self._server = SGLangServer(name=self._name, log_path=spec.log_path)
+        self._client = SGLangClient(url=self._server.url, api_key=self._server.api_key, failure=self._server.failure)
 
     async def start(self) -> None:
         """Start the server and wait until it takes requests."""
@@ -69,6 +68,7 @@ class SGLangEngine:
         """Yield each group as it finishes; a group that is no longer wanted is aborted."""
         await self._require_alive("generate")
         self._update.require_usable()
+        check_prompts(requests, vocabulary=self._vocabulary, name=self._name)
         # More than the server can run would only wait there: a request's deadline would then count the wait, and
         # every waiting request would hold a connection.
         largest = max((request.num_samples for request in requests), default=1)
@@ -101,7 +101,7 @@ class SGLangEngine:
         await self._client.pause(timeout_s=self._weight_timeout_s)
         try:
             await self._client.begin_weight_update(timeout_s=self._weight_timeout_s)
-        except EngineError:
+        except RequestRefused:  # one is open
             await self._client.end_weight_update(timeout_s=self._weight_timeout_s)
             await self._client.begin_weight_update(timeout_s=self._weight_timeout_s)
 

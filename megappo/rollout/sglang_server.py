@@ -43,9 +43,7 @@ class SGLangServer:
         self.log_path = log_path
         self.api_key = secrets.token_hex(16)
         self._holders = (reserve_port(), reserve_port())
-        self.ports = ServerPorts(
-            http=self._holders[0].getsockname()[1], rendezvous=self._holders[1].getsockname()[1]
-        )
+        self.ports = ServerPorts(http=self._holders[0].getsockname()[1], rendezvous=self._holders[1].getsockname()[1])
         self.url = f"http://127.0.0.1:{self.ports.http}"
         self._folder: str | None = None
         self._process: subprocess.Popen[bytes] | None = None

@@ -32,7 +32,7 @@ class CriticTrainer(ModelTrainer):
             model=config.model,
             parallelism=config.critic.parallelism,
             optim=config.critic.optim,
-            head=Head.value,
+            head=Head.value_function,
             backend=backend,
         )
         self.algorithm = config.algorithm

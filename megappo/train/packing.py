@@ -56,8 +56,8 @@ class PackedMicroBatch:
     @property
     def target_offsets(self) -> np.ndarray:
         """Boundaries of the sequences among the n predicted tokens, int64; those that predict nothing are left out."""
-        changes = np.flatnonzero(np.diff(self.sequence_index)) + 1
-        return np.concatenate([[0], changes, [len(self.sequence_index)]])
+        starts = np.flatnonzero(np.diff(self.sequence_index, prepend=-1))
+        return np.append(starts, len(self.sequence_index))
 
     @property
     def num_tokens(self) -> int:

@@ -2,14 +2,36 @@
 
 A rule names one Megatron parameter (global layer index) and the Hugging Face tensors it is made of. A parameter
 without a rule and a rule without its tensors are errors, never skipped. To add a family: a `NameTable` here, from the
-rules of the ones that exist, then its registration in `megappo.models.families`.
+rules of the ones that exist, then its registration in `megappo.models.families`. Torch-free.
 """
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 from megappo.errors import CheckpointError
-from megappo.weights.transforms import Partition, Transform
+
+
+class Transform(Enum):
+    """How the Hugging Face tensors of one Megatron parameter are joined."""
+
+    plain = "plain"
+    """One tensor, as it is."""
+    qkv = "qkv"
+    """Query, key, value: per group its R query heads, its key head, its value head."""
+    gate_up = "gate_up"
+    """Gate rows, then up rows."""
+
+
+class Partition(Enum):
+    """How tensor parallelism cuts the Hugging Face tensors of a parameter."""
+
+    column = 0
+    """Along dim 0: output features (of each tensor apart, so gate and up are cut each)."""
+    row = 1
+    """Along dim 1: input features."""
+    replicated = None
+    """Every rank holds all of it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from megappo.errors import CheckpointError
 from megappo.weights.buckets import BucketMeta
-from megappo.weights.transforms import Partition
+from megappo.weights.name_map import Partition
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

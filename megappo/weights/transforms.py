@@ -9,31 +9,10 @@ Invariants (asserted by tests/weights/test_transforms.py):
 """
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 
-
-class Transform(Enum):
-    """How the Hugging Face tensors of one Megatron parameter are joined."""
-
-    plain = "plain"
-    """One tensor, as it is."""
-    qkv = "qkv"
-    """Query, key, value: per group its R query heads, its key head, its value head."""
-    gate_up = "gate_up"
-    """Gate rows, then up rows."""
-
-
-class Partition(Enum):
-    """How tensor parallelism cuts the Hugging Face tensors of a parameter."""
-
-    column = 0
-    """Along dim 0: output features (of each tensor apart, so gate and up are cut each)."""
-    row = 1
-    """Along dim 1: input features."""
-    replicated = None
-    """Every rank holds all of it."""
+from megappo.weights.name_map import Partition, Transform
 
 
 def merge(transform: Transform, tensors: Sequence[torch.Tensor], *, num_groups: int) -> torch.Tensor:

@@ -98,9 +98,9 @@ def test_inspect_schedule_takes_its_options(capsys: pytest.CaptureFixture[str], 
     path.write_text("[4, 4, 4, 4]")
     assert main(["inspect", "schedule", str(path), "--dp", "2", "--max-tokens", "8", "--equal-counts"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    indices = [sorted(sum((batch["indices"] for batch in rank["micro_batches"]), [])) for rank in printed["ranks"]]
-    assert [len(rank) for rank in indices] == [2, 2]
-    assert sorted(indices[0] + indices[1]) == [0, 1, 2, 3]
+    ranks = [[index for batch in rank["micro_batches"] for index in batch["indices"]] for rank in printed["ranks"]]
+    assert [len(rank) for rank in ranks] == [2, 2]
+    assert sorted(ranks[0] + ranks[1]) == [0, 1, 2, 3]
 
 
 def test_inspect_errors_are_messages_with_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -211,3 +211,40 @@ def test_loading_twice_gives_equal_and_separate_configurations() -> None:
     assert first == second
     first.cluster.pools["main"] = 7
     assert second.cluster.pools == {"main": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (
+            "rollout: {samplin: {top_p: 0.5}}",
+            ["experiment/mine.yaml=rollout.samplin ", "did you mean rollout.sampling?"],
+        ),
+        ("trainer: {total_steps: many}", ["experiment/mine.yaml=trainer.total_steps ", "'many'"]),
+        (
+            "defaults: [override /data: nothing]",
+            ["data=nothing is not there; ", "experiment=mine asks for it", "spell_backward"],
+        ),
+        ("trainer: [", ["experiment/mine.yaml=line 3 is not YAML"]),
+    ],
+)
+def test_a_fault_in_a_file_names_the_file_and_comes_with_those_of_the_command_line(
+    tmp_path: Path, content: str, parts: list[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}\n")
+    found = faults(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", "seeed=1")
+    assert found.pop("seeed").endswith("(did you mean seed?)")
+    (message,) = found.values()
+    for part in parts:
+        assert part in message
+
+
+def test_experiments_are_found_in_a_folder_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [quickstart, _self_]\nrun: {name: mine}\n"
+    )
+    config = load_run_config([f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"])
+    assert config.run.name == "mine"
+    assert config.batching.ppo_epochs == 2

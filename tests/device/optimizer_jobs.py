@@ -1,6 +1,7 @@
 """Jobs on Megatron's optimizers over gloo: a tiny linear model under its data-parallel wrapper."""
 
 import math
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class TwoMatrices(MegatronModule):
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, ShardedTensor]:
         replica = (0, 0, parallel_state.get_data_parallel_rank())
         return {
-            name: ShardedTensor.from_rank_offsets(f"{prefix}{name}", parameter.data, replica_id=replica)
+            name: ShardedTensor.from_rank_offsets(f"{prefix}{name}", parameter, replica_id=replica)
             for name, parameter in self.named_parameters()
         }
 
@@ -77,36 +78,24 @@ def checkpoint(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any
     return {"model": state, "optimizer": optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)}
 
 
-def resume(*, folder: str, patched: bool) -> list[torch.Tensor] | str:
-    """Two steps, save, load into new objects, one more step. Not patched: with Megatron's own loading code."""
+def resume(*, folder: str, unpatched: str | None) -> list[torch.Tensor] | str:
+    """Two steps, save, load into new objects (one function as Megatron has it), one more step."""
     model, optimizer = make(distributed=True, bf16=False)
     for seed in range(2):
         step(model, optimizer, seed)
     save(checkpoint(model, optimizer, is_loading=False), folder)
     model, optimizer = make(distributed=True, bf16=False)
-    if not patched:
-        for name in ("load_state_dict", "sharded_state_dict", "_set_main_param_and_optimizer_states"):
-            setattr(type(optimizer), name, getattr(DistributedOptimizer, name).megappo_original)
+    if unpatched is not None:
+        (inner,) = optimizer.chained_optimizers
+        setattr(inner, unpatched, MethodType(getattr(DistributedOptimizer, unpatched).megappo_original, inner))
     try:
-        state = load(checkpoint(model, optimizer, is_loading=True), folder)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    model.module.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+        state: Any = load(checkpoint(model, optimizer, is_loading=True), folder)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    except (AssertionError, KeyError) as error:
+        return type(error).__name__
     step(model, optimizer, 2)
     return weights(model)
-
-
-def shared_steps() -> tuple[int, int]:
-    """How many `step` tensors there are after a load: with Megatron's code, then with ours."""
-    model, optimizer = make(distributed=True, bf16=False)
-    step(model, optimizer, 0)
-    saved = optimizer.state_dict()
-    counts = []
-    for loader in (DistributedOptimizer.load_state_dict.megappo_original, DistributedOptimizer.load_state_dict):
-        loader(optimizer, saved)
-        counts.append(len({id(state["step"]) for state in optimizer.optimizer.state.values()}))
-    return counts[0], counts[1]
 
 
 def adam_by_hand(*, steps: int) -> list[torch.Tensor]:

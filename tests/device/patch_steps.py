@@ -33,7 +33,7 @@ def new_functions_are_plain() -> None:
 
 
 def gradient_norm() -> None:
-    group = parallel_state.get_model_parallel_group()
+    group = parallel_state.get_tensor_model_parallel_group()
     norm = clip_grads.get_grad_norm_fp32([torch.tensor([3.0, 4.0])], grad_stats_parallel_group=group)
     assert abs(norm - 5) < 1e-6
 
@@ -43,7 +43,9 @@ def named_random_streams() -> None:
     for _ in range(2):
         random.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
         outside = torch.rand(1)
-        with random.get_cuda_rng_tracker().fork():
+        tracker = random.get_cuda_rng_tracker()
+        assert tracker is not None
+        with tracker.fork():
             inside = torch.rand(1)
         draws.append((float(outside), float(inside), float(torch.rand(1))))
     assert draws[0] == draws[1] and len(set(draws[0])) == 3

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,11 +95,11 @@ def test_a_missing_python_is_named(checkout: Path) -> None:
 
 def test_a_missing_compiler_is_named(checkout: Path) -> None:
     tools = checkout / "bin"
-    for name in ("bash", "dirname", "python3", "make", "env"):
+    for name in ("bash", "dirname", "make", "env"):
         found = shutil.which(name)
         assert found is not None
         make_tool(tools, name, f'exec {found} "$@"')
-    result = run("requirements/install.sh", cwd=checkout, PATH=str(tools))
+    result = run("requirements/install.sh", cwd=checkout, PATH=str(tools), PYTHON=sys.executable)
     assert result.returncode == 1
     assert "install: no gcc on PATH" in result.stderr
     assert "build-essential" in result.stderr

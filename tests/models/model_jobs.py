@@ -72,7 +72,9 @@ def forward_backward(
     """One forward and backward pass over the micro-batches with Megatron's schedule and gradient reduction."""
     chunks = loaded_model(folder, head, layout, dtype)
     config = chunks[0].config
-    wrapped = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+    wrapped: list[torch.nn.Module] = [
+        DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks
+    ]
     config.finalize_model_grads_func = finalize_model_grads
     outputs: list[torch.Tensor] = []
 
@@ -81,9 +83,9 @@ def forward_backward(
         output = call_packed(model, sequences)
 
         def loss_of(output: torch.Tensor) -> Any:
-            whole = output[0] if head == Head.value else gather_from_tensor_model_parallel_region(output[0])
+            whole = output[0] if head is Head.value_function else gather_from_tensor_model_parallel_region(output[0])
             outputs.append(whole.detach().clone())
-            loss = (value_loss if head == Head.value else language_model_loss)(whole, sequences)
+            loss = (value_loss if head is Head.value_function else language_model_loss)(whole, sequences)
             return loss * len(micro_batches), {"loss": loss.detach().clone()}
 
         return output, loss_of

@@ -147,12 +147,12 @@ def critic_folder(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactor
 def test_the_value_head_computes_what_a_linear_layer_on_transformers_does(
     world: DistWorld, critic_folder: Path, layout: ParallelismConfig
 ) -> None:
-    results = run(world, critic_folder, layout, Head.value, MICRO_BATCHES)
+    results = run(world, critic_folder, layout, Head.value_function, MICRO_BATCHES)
     assert_same(critic_of_transformers(critic_folder, MICRO_BATCHES), results)
 
 
 def test_a_value_head_on_a_policys_folder_starts_at_zero(world: DistWorld, make_model: MakeModel) -> None:
     folder = make_model("qwen2", tie_word_embeddings=True)
-    (result,) = run(world, folder, ONE, Head.value, MICRO_BATCHES)
+    (result,) = run(world, folder, ONE, Head.value_function, MICRO_BATCHES)
     assert result.outputs is not None and all(bool((values == 0).all()) for values in result.outputs)
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True

@@ -137,7 +137,7 @@ def test_a_saved_critic_loads_as_a_classifier_with_one_label(
 ) -> None:
     folder, layout, output = make_model("llama"), ParallelismConfig(), tmp_path / "critic"
     world.run(
-        save_job, parallelism=layout, layout=layout, folder=str(folder), output=str(output), head=Head.value,
+        save_job, parallelism=layout, layout=layout, folder=str(folder), output=str(output), head=Head.value_function,
         shard_bytes=1 << 30,
     )  # fmt: skip
     model = AutoModelForSequenceClassification.from_pretrained(output)

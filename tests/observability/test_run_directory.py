@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from megappo.config.trainer import RunSection
 from megappo.observability.run_directory import open_run_directory, write_atomically, write_summary
 
@@ -56,11 +58,9 @@ def test_resuming_from_a_checkpoint_inside_the_folder_leaves_it_in_place(tmp_pat
 def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_atomically(path, "old")
-    try:
+    with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "\ud800")  # a lone surrogate cannot be encoded
-    except UnicodeEncodeError:
-        pass
     assert path.read_text() == "old"
     write_atomically(path, "new")
     assert path.read_text() == "new"
-    assert path.name in {left.name for left in tmp_path.iterdir()}
+    assert [left.name for left in tmp_path.iterdir()] == ["summary.json"]

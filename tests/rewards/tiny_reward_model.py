@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForSequenceClassification
@@ -43,6 +44,7 @@ def make_last_character_model(folder: Path, tokenizer: PreTrainedTokenizerBase, 
 
 def _model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForSequenceClassification:
     assert len(tokenizer) <= HIDDEN_SIZE
+    pad_token_id: Any = tokenizer.pad_token_id
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN_SIZE,
@@ -51,7 +53,7 @@ def _model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForSequenceClassification
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad_token_id,
     )
     config.num_labels = 1
     return Qwen2ForSequenceClassification(config).float()

@@ -83,7 +83,7 @@ def train_actor(folder: Path, experience: Experience, optim: OptimConfig) -> Pla
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
         difference = chosen[kept] - sequence.fields["ref_log_probs"][kept]
-        kl = (-difference).exp() - 1 + difference
+        kl = ((-difference).exp() - 1 + difference).clamp(max=10.0)  # the cap of the k3 estimator
         token_loss = surrogate * sequence.fields["correction_weights"][kept]
         token_loss = token_loss + KL_COEF * kl - ENTROPY_COEF * entropy[kept]
         losses.append(sequence.weight * token_loss.sum())

@@ -49,6 +49,7 @@ def test_input_drops_last_tokens_and_restarts_positions() -> None:
     assert packed.targets.tolist() == [102, 103, 3, 4]
     assert packed.token_index.tolist() == [5, 6, 2, 3]
     assert packed.sequence_index.tolist() == [1, 1, 0, 0]
+    assert packed.target_offsets.tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize("micro_batches", [[[10, 20, 30, 40]], [[40], [], [20, 10], [30]], [[30, 10, 40, 20], []]])
@@ -80,6 +81,7 @@ def test_an_empty_micro_batch_is_filler_that_predicts_nothing() -> None:
     batch = make_batch([2], [3])
     filler = pack(batch, [[10], []])[1]
     assert filler.input_ids.tolist() == [[0]] and len(filler.rows) == 0
+    assert filler.target_offsets.tolist() == [0]
     assert pack(batch, [[]], multiple=4)[0].num_tokens == 4
 
 

@@ -3,8 +3,17 @@
 import pytest
 
 from megappo.errors import CheckpointError
-from megappo.weights.name_map import LLAMA, QWEN2, QWEN3, NameTable, global_name, hugging_face_names, map_parameter
-from megappo.weights.transforms import Partition, Transform
+from megappo.weights.name_map import (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    NameTable,
+    Partition,
+    Transform,
+    global_name,
+    hugging_face_names,
+    map_parameter,
+)
 
 
 def test_a_layer_of_a_chunk_is_named_by_its_global_index() -> None:

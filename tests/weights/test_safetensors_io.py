@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from megappo.errors import CheckpointError
 from megappo.weights.buckets import BucketMeta
+from megappo.weights.name_map import Partition
 from megappo.weights.safetensors_io import (
     HuggingFaceWeights,
     finish_folder,
@@ -17,7 +18,6 @@ from megappo.weights.safetensors_io import (
     start_folder,
     write_shard,
 )
-from megappo.weights.transforms import Partition
 
 TENSOR = torch.arange(24.0).view(4, 6)
 

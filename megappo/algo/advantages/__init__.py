@@ -87,7 +87,9 @@ def compute_sequence_advantages(inputs: SequenceInputs, algorithm: AlgorithmConf
     rows = np.flatnonzero(inputs.response_tokens > 0)
     advantages = np.zeros(len(inputs.scores))
     if rows.size:
-        advantages[rows] = stage(inputs.select(rows), algorithm.advantage)
+        # A score that is not finite makes advantages that are not: the update reports them, numpy need not.
+        with np.errstate(invalid="ignore"):
+            advantages[rows] = stage(inputs.select(rows), algorithm.advantage)
     return advantages
 
 

@@ -48,21 +48,16 @@ def _batch_decode_attention() -> None:
     one_by_one = TorchNativeAttnBackend._run_sdpa_forward_decode
 
     def decode(
-        self: object,
+        backend: TorchNativeAttnBackend,
         query: torch.Tensor,
         output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        **options: Any,  # Any: the options of the method replaced
+        *cache: Any,  # Any: key cache, value cache, slots, rows, lengths, encoder lengths
+        **options: Any,  # Any: those of the method replaced
     ) -> torch.Tensor:
+        k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = cache
         windowed = (options.get("sliding_window_size") or -1) > -1
         if windowed or encoder_lens is not None or k_cache.dtype != query.dtype:
-            cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
-            return one_by_one(self, query, output, *cache, **options)
+            return one_by_one(backend, query, output, *cache, **options)
         rows = max(1, _MAX_GATHERED_TOKENS // int(seq_lens.max()))
         for start in range(0, query.shape[0], rows):
             part = slice(start, start + rows)
@@ -77,7 +72,8 @@ def _batch_decode_attention() -> None:
             )
         return output
 
-    TorchNativeAttnBackend._run_sdpa_forward_decode = decode
+    # Attribute set by name: type checkers refuse to replace a method.
+    setattr(TorchNativeAttnBackend, one_by_one.__name__, decode)
 
 
 def attend(

@@ -79,9 +79,11 @@ class _StandInFinder(MetaPathFinder, Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         if module.__name__ == "triton":  # called at import time, so these must work
-            module.cdiv = lambda x, y: -(-x // y)
-            module.next_power_of_2 = lambda n: 1 << max(0, (n - 1).bit_length())
-            module.Config = type("Config", (_StandInClass,), {})
+            vars(module).update(
+                cdiv=lambda x, y: -(-x // y),
+                next_power_of_2=lambda n: 1 << max(0, (n - 1).bit_length()),
+                Config=type("Config", (_StandInClass,), {}),
+            )
 
 
 def _cache_true_answers() -> None:

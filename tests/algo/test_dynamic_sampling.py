@@ -1,0 +1,68 @@
+"""Dynamic sampling: the invariants listed in megappo/algo/dynamic_sampling.py."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megappo.algo.dynamic_sampling import SamplingOutcome, decide_sampling, has_signal
+from megappo.config.algorithm import DynamicSamplingConfig, OnExhausted
+
+GOOD, FLAT = [1.0, 0.0], [1.0, 1.0]
+
+
+def config(max_rounds: int, on_exhausted: str = "train_partial") -> DynamicSamplingConfig:
+    return DynamicSamplingConfig(max_rounds=max_rounds, on_exhausted=OnExhausted(on_exhausted))
+
+
+def test_missing_groups_are_drawn_again_while_rounds_are_left() -> None:
+    groups = {1: GOOD, 2: FLAT, 3: GOOD, 4: FLAT}
+    decision = decide_sampling(groups, target=4, rounds=1, config=config(2))
+    assert decision.outcome is SamplingOutcome.refill and decision.refill == 2
+    assert decision.kept == [1, 3] and decision.filtered == [2, 4]
+
+
+@pytest.mark.parametrize("on_exhausted", ["train_partial", "carry_over", "stop"])
+def test_out_of_rounds_the_configured_outcome_is_taken_with_its_counts(on_exhausted: str) -> None:
+    # Three usable groups per round, eight needed, two rounds allowed.
+    groups = {group: GOOD if group % 8 < 3 else FLAT for group in range(16)}
+    decision = decide_sampling(groups, target=8, rounds=2, config=config(2, on_exhausted))
+    assert decision.outcome.value == on_exhausted and decision.refill == 0
+    assert decision.kept == [0, 1, 2, 8, 9, 10]
+    assert decision.message == (
+        "6 of 16 groups carry signal, 10 filtered (all scores equal), 8 needed, round 2 of 2"
+    )
+
+
+def test_constant_rewards_end_in_the_configured_outcome_too() -> None:
+    decision = decide_sampling({1: FLAT, 2: [0.0]}, target=2, rounds=3, config=config(3, "stop"))
+    assert decision.outcome is SamplingOutcome.stop and decision.kept == []
+
+
+def test_surplus_groups_are_carried_to_the_next_step() -> None:
+    decision = decide_sampling({9: GOOD, 4: GOOD, 6: GOOD}, target=2, rounds=1, config=config(2))
+    assert decision.outcome is SamplingOutcome.train
+    assert decision.kept == [4, 6] and decision.surplus == [9]
+
+
+def test_a_group_with_a_score_that_is_not_finite_is_kept_so_that_it_is_reported() -> None:
+    assert has_signal([float("nan"), float("nan")])
+
+
+@given(
+    st.dictionaries(st.integers(0, 99), st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4), max_size=12),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.randoms(),
+)
+def test_every_group_is_kept_carried_or_filtered_whatever_the_order(
+    groups: dict[int, list[float]], target: int, rounds: int, random: object
+) -> None:
+    decision = decide_sampling(groups, target=target, rounds=rounds, config=config(3))
+    assert sorted(decision.kept + decision.surplus + decision.filtered) == sorted(groups)
+    assert all(len(set(groups[group])) == 1 for group in decision.filtered)
+    assert len(decision.kept) <= target
+    if decision.outcome is SamplingOutcome.refill:
+        assert rounds < 3 and decision.refill == target - len(decision.kept) > 0
+    shuffled = list(groups.items())
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert decide_sampling(dict(shuffled), target=target, rounds=rounds, config=config(3)) == decision
