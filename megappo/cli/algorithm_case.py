@@ -4,10 +4,10 @@ Shapes: B sequences, N response tokens of all sequences, packed in file order. A
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -90,7 +90,7 @@ def read_case(path: Path) -> AlgorithmCase:
     unknown = sorted(content.keys() - {"sequences", "algorithm"})
     if unknown:
         raise DataError(f"{path}: unknown key {unknown[0]!r} (use sequences and algorithm)")
-    given = content.get("algorithm") or {}
+    given = content.get("algorithm", {})
     if not isinstance(given, dict):
         raise DataError(f"{path}: algorithm must be an object")
     algorithm = parse_algorithm(given)
@@ -101,8 +101,7 @@ def parse_algorithm(given: dict[str, Any]) -> AlgorithmConfig:  # Any: JSON valu
     """Return the algorithm section with defaults for what is left out. Raises ConfigError with every broken rule."""
     violations = [
         Violation(key=key, value="set", rule="is not a key of the configuration", remedy=_nearest(key))
-        for key in _keys(given, "algorithm.")
-        if schema.annotation_of(key) is None
+        for key in _unknown_keys(given, AlgorithmConfig, "algorithm.")
     ]
     if violations:
         raise ConfigError(violations)
@@ -124,13 +123,18 @@ def parse_algorithm(given: dict[str, Any]) -> AlgorithmConfig:  # Any: JSON valu
     return algorithm
 
 
-def _keys(section: dict[str, Any], prefix: str) -> list[str]:
-    keys: list[str] = []
-    for name, value in section.items():
-        keys.append(prefix + name)
-        if isinstance(value, dict):
-            keys += _keys(value, f"{prefix}{name}.")
-    return keys
+def _unknown_keys(given: dict[str, Any], section: type, prefix: str) -> Iterator[str]:
+    """Yield every key that the configuration class does not have, inside sections and lists of sections too."""
+    annotations = schema.field_types(section)
+    for name, value in given.items():
+        if name not in annotations:
+            yield prefix + name
+        elif isinstance(value, dict) and (inner := schema.section_of(annotations[name])):
+            yield from _unknown_keys(value, inner, f"{prefix}{name}.")
+        elif isinstance(value, list) and (inner := schema.section_of((*get_args(annotations[name]), None)[0])):
+            for index, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from _unknown_keys(item, inner, f"{prefix}{name}[{index}].")
 
 
 def _nearest(key: str) -> str:

@@ -92,9 +92,10 @@ def _text(row: Row) -> str:
 
 
 def show_step(console: RunConsole, step: SftStep, max_steps: int) -> None:
-    """Show one supervised step."""
-    if step.step == 1 or step.step % _LINE_EVERY == 0:
-        console.note(f"step {step.step}/{max_steps}  loss {step.loss:.3f}  running mean {step.running_loss:.3f}")
+    """Show one supervised step: all of them on a terminal, some of them elsewhere."""
+    if console.is_terminal or step.step == 1 or step.step % _LINE_EVERY == 0:
+        text = f"loss {step.loss:.3f}  running mean {step.running_loss:.3f} nats per answer token"
+        console.progress(step.step, max_steps, text)
 
 
 def _fresh(path: Path) -> Path:

@@ -7,6 +7,7 @@ from types import FrameType
 from megappo.algo.kl import KLCoefficient
 from megappo.cli.run_observer import RunObserver
 from megappo.cluster.session import Session
+from megappo.config.rules import start_up_notes
 from megappo.config.run import RunConfig
 from megappo.config.store import resolved_yaml
 from megappo.controller.evaluate import evaluate
@@ -37,6 +38,8 @@ def train(config: RunConfig) -> int:
         if directory.moved_aside is not None:
             console.note(f"the earlier run of this name is now in {directory.moved_aside}")
         observer = RunObserver(config, directory, console=console, trackers=make_trackers(config, directory, console))
+        for note in start_up_notes(config):
+            console.note(note)
         exit_reason, code = "failed", 1
         try:
             _run(config, backend, directory, console, observer)

@@ -112,7 +112,7 @@ class Session:
         roles = {"actor": cluster.actor, "rollout": cluster.rollout}
         if needs_values(self._config.algorithm):
             roles["critic"] = cluster.critic
-        if self._config.reward.model_path is not None:
+        if self._config.reward.name == "model":
             roles["reward"] = cluster.reward
         return roles
 

@@ -17,6 +17,10 @@ from megappo.weights.buckets import BucketMeta
 _DYING_S = 3.0
 """How long a server whose connection broke may take to end, before the error is written without its exit code."""
 
+_KEEP_ALIVE_S = 2.0
+"""Longest rest of a connection before it is used again. The server closes one after 5 s (uvicorn timeout_keep_alive);
+a request written at that moment is lost with it."""
+
 
 class FailureReport(Protocol):
     """Makes the error of a failed call, with the engine's name and its last log lines."""
@@ -39,7 +43,7 @@ class SGLangClient:
 
     def open(self) -> None:
         """Make the connection pool in the running event loop."""
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(self._url, headers=self._headers, connector=connector)
 
     async def close(self) -> None:

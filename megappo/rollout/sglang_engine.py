@@ -39,6 +39,11 @@ class SGLangEngine:
         self._server = SGLangServer(name=self._name, log_path=spec.log_path)
         self._client = SGLangClient(url=self._server.url, api_key=self._server.api_key, failure=self._server.failure)
 
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        return self._server.url
+
     async def start(self) -> None:
         """Start the server and wait until it takes requests."""
         command = server_command(

@@ -13,7 +13,8 @@ from megatron.core import parallel_state
 
 from megappo.algo.losses import PolicyLossBatch, compute_policy_loss
 from megappo.algo.masked import whiten
-from megappo.batch.requests import MiniBatch, UpdateRequest
+from megappo.algo.selection import loss_tokens_of, select_tokens
+from megappo.batch.requests import MiniBatch, UpdateRequest, Whitening
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
@@ -83,23 +84,39 @@ class ActorTrainer(ModelTrainer):
 
         Returns:
             `actor/...` of the policy loss (`megappo.algo.losses`) and of the optimizer steps
-            (`ModelTrainer._step_metrics`); `actor/entropy/mean` (over loss tokens) only with an entropy bonus, or when
-            there are no old log-probs, since then no pass before the update measured it. Nothing on all but the
-            output rank.
+            (`ModelTrainer._step_metrics`); `actor/entropy/mean` (over loss tokens) only when there are no old
+            log-probs: otherwise `compute_log_probs` has measured it. Nothing on all but the output rank.
 
         Raises:
             BatchError: ids of the experience and the request do not match.
             NonFiniteError: too many steps in a row had a gradient that is not finite.
         """
-        steps = [self._policy_step(experience, mini_batch, request) for mini_batch in request.mini_batches]
+        selected = None
+        if request.selection is not None:
+            selected = np.zeros(experience.num_tokens, bool)
+            selected[experience.loss_mask] = select_tokens(
+                loss_tokens_of(experience), request.selection, self.algorithm
+            )
+        steps = [self._policy_step(experience, mini_batch, request, selected) for mini_batch in request.mini_batches]
         return self._optimize(steps, epochs=request.epochs)
 
     def _policy_step(
-        self, experience: Experience, mini_batch: MiniBatch, request: UpdateRequest
+        self, experience: Experience, mini_batch: MiniBatch, request: UpdateRequest, selected: np.ndarray | None
     ) -> tuple[list[PackedMicroBatch], LossFunction]:
+        """Prepare one optimizer step; `selected` [N] bool marks tokens that some losses treat apart."""
         packed = self._pack(experience, mini_batch.micro_batches, experience.loss_mask)
-        inputs = [self._loss_batch(experience, mini_batch, micro_batch, request) for micro_batch in packed]
-        with_entropy = self.algorithm.entropy.coef != 0 or experience.old_log_probs is None
+        inputs = [
+            self._loss_batch(
+                experience,
+                micro_batch,
+                weights=token_weights(experience, mini_batch, micro_batch),
+                whitening=request.whitening,
+                selected=selected,
+            )
+            for micro_batch in packed
+        ]
+        measured_before = experience.old_log_probs is not None
+        with_entropy = self.algorithm.entropy.coef != 0 or not measured_before
         step_before = self.optimizer.step_number
 
         def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, Metrics]:
@@ -110,24 +127,33 @@ class ActorTrainer(ModelTrainer):
                 is_first_step=self.optimizer.step_number == step_before,
             )
             output = compute_policy_loss(statistics.log_probs, batch, self.algorithm)
+            if measured_before:
+                output.metrics.pop("actor/entropy/mean", None)
             return output.loss, output.metrics
 
         return packed, loss
 
     def _loss_batch(
-        self, experience: Experience, mini_batch: MiniBatch, micro_batch: PackedMicroBatch, request: UpdateRequest
+        self,
+        experience: Experience,
+        micro_batch: PackedMicroBatch,
+        *,
+        weights: np.ndarray,
+        whitening: Whitening | None,
+        selected: np.ndarray | None,
     ) -> PolicyLossBatch:
-        """Gather what the loss needs at the predicted tokens, which are all loss tokens."""
-        advantages = whiten(experience.advantages[micro_batch.token_index], request.whitening)
+        """Gather what the loss needs at the n predicted tokens, which are all loss tokens; `weights` is [n]."""
+        advantages = whiten(experience.advantages[micro_batch.token_index], whitening)
         return PolicyLossBatch(
             offsets=self._tensor(micro_batch.target_offsets),
-            loss_mask=self._tensor(np.ones(len(micro_batch.token_index), bool)),
-            loss_weights=self._tensor(token_weights(experience, mini_batch, micro_batch)),
+            loss_mask=self._tensor(np.ones(len(weights), bool)),
+            loss_weights=self._tensor(weights),
             advantages=self._tensor(advantages.astype(np.float32, copy=False)),
-            old_log_probs=self._targets_of(micro_batch, experience.old_log_probs),
-            ref_log_probs=self._targets_of(micro_batch, experience.ref_log_probs),
-            rollout_log_probs=self._targets_of(micro_batch, experience.rollout_log_probs),
-            correction_weights=self._targets_of(micro_batch, experience.correction_weights),
+            old_log_probs=self._predicted(micro_batch, experience.old_log_probs),
+            ref_log_probs=self._predicted(micro_batch, experience.ref_log_probs),
+            rollout_log_probs=self._predicted(micro_batch, experience.rollout_log_probs),
+            correction_weights=self._predicted(micro_batch, experience.correction_weights),
+            selected=self._predicted(micro_batch, selected),
         )
 
     def export_buckets(self, bucket_bytes: int) -> Iterator[tuple[BucketMeta, torch.Tensor]]:

@@ -137,7 +137,7 @@ class ModelTrainer:
             batch, [*micro_batches, *[[]] * missing], predict=predict, rules=self._rules, device=self.device
         )
 
-    def _targets_of(self, micro_batch: PackedMicroBatch, values: np.ndarray | None) -> torch.Tensor | None:
+    def _predicted(self, micro_batch: PackedMicroBatch, values: np.ndarray | None) -> torch.Tensor | None:
         """Return a per-token field [N] of the batch at the predicted tokens, [n] on the model's device."""
         return None if values is None else self._tensor(values[micro_batch.token_index])
 

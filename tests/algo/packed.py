@@ -36,9 +36,7 @@ def flatten(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 def token_field(batch: RolloutBatch, rows: Sequence[Sequence[float]]) -> TokenField:
     """Return one number per token of the batch."""
-    return TokenField(
-        offsets=batch.offsets, values=flatten(rows).astype(np.float32), sequence_ids=batch.sequence_ids
-    )
+    return TokenField(offsets=batch.offsets, values=flatten(rows).astype(np.float32), sequence_ids=batch.sequence_ids)
 
 
 def tokens_of(masks: Sequence[Sequence[int]]) -> MaskedTokens:

@@ -70,9 +70,7 @@ def test_tokens_with_a_ratio_out_of_bounds_are_rejected() -> None:
         ("k3", 0.0, 0.15, [0, 1, 1, 1]),
     ],
 )
-def test_bounds_are_in_the_units_of_the_estimator(
-    estimator: str, low: float, high: float, expected: list[int]
-) -> None:
+def test_bounds_are_in_the_units_of_the_estimator(estimator: str, low: float, high: float, expected: list[int]) -> None:
     # ratio 1.82, 1, 1.05, .58; k1 -.6, 0, -.05, .55; k2 .18, 0, .001, .151; k3 .22, 0, .001, .127
     assert kept([-0.6, 0, -0.05, 0.55], [[1] * 4], ("token", estimator, low, high)) == expected
 

@@ -28,9 +28,7 @@ def test_out_of_rounds_the_configured_outcome_is_taken_with_its_counts(on_exhaus
     decision = decide_sampling(groups, target=8, rounds=2, config=config(2, on_exhausted))
     assert decision.outcome.value == on_exhausted and decision.refill == 0
     assert decision.kept == [0, 1, 2, 8, 9, 10]
-    assert decision.message == (
-        "6 of 16 groups carry signal, 10 filtered (all scores equal), 8 needed, round 2 of 2"
-    )
+    assert decision.message == ("6 of 16 groups carry signal, 10 filtered (all scores equal), 8 needed, round 2 of 2")
 
 
 def test_constant_rewards_end_in_the_configured_outcome_too() -> None:

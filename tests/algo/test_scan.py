@@ -1,5 +1,7 @@
 """The segmented suffix scan against a loop."""
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from megappo.batch.fields import offsets_of
 
 def loop(values: np.ndarray, offsets: np.ndarray, decay: float) -> np.ndarray:
     out = np.zeros_like(values)
-    for start, end in zip(offsets[:-1], offsets[1:]):
+    for start, end in pairwise(offsets):
         following = 0.0
         for position in range(end - 1, start - 1, -1):
             following = values[position] + decay * following

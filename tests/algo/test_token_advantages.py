@@ -12,7 +12,9 @@ from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig
 from tests.algo.packed import flatten, tokens_of
 
 
-def run(name: str, masks: list[list[int]], *, gamma: float = 1.0, lam: float = 1.0, **fields: object) -> TokenAdvantages:
+def run(
+    name: str, masks: list[list[int]], *, gamma: float = 1.0, lam: float = 1.0, **fields: object
+) -> TokenAdvantages:
     """Run an estimator; per-token fields are given on all tokens."""
     tokens = tokens_of(masks)
     compacted = {
@@ -52,9 +54,7 @@ def test_gae_jumps_over_observation_tokens_without_decay() -> None:
     assert apart.advantages.tolist() == together.advantages.tolist()
 
 
-def brute_force_gae(
-    rewards: list[float], values: list[float], gamma: float, lam: float
-) -> list[float]:
+def brute_force_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """Sum of discounted deltas, straight from the definition."""
     steps = len(rewards)
     deltas = [rewards[t] + gamma * (values[t + 1] if t + 1 < steps else 0) - values[t] for t in range(steps)]

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.balance.micro_batches import micro_batch_bound, pack, plan_micro_batches, spread
+from megappo.balance.micro_batches import micro_batch_bound, pack, plan_micro_batches
 from megappo.balance.partition import imbalance
+from megappo.balance.workload import Workload
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 CAPS = st.integers(1, 50)
@@ -35,15 +36,6 @@ def test_the_bound_is_never_above_the_packing(lengths: list[int], cap: int):
     assert micro_batch_bound(lengths, cap) <= len(pack(lengths, cap))
 
 
-@given(LENGTHS, CAPS, st.integers(0, 4))
-def test_spreading_makes_the_number_asked_for_under_the_cap(lengths: list[int], cap: int, more: int):
-    count = len(pack(lengths, cap)) + more
-    plan = spread(lengths, count, cap)
-    assert len(plan) == count
-    assert sorted(position for chosen in plan for position in chosen) == list(range(len(lengths)))
-    check_cap(lengths, plan, cap)
-
-
 def test_the_number_comes_from_packing_not_from_tokens_over_cap():
     # ceil(25 / 8) = 4 would put two sequences of 5 into one micro-batch of 10.
     assert sorted(pack([5, 5, 5, 5, 5], 8)) == [[0], [1], [2], [3], [4]]
@@ -56,23 +48,37 @@ def test_a_sequence_over_the_cap_runs_alone():
 
 
 def test_an_empty_sequence_never_joins_one_over_the_cap():
-    plan = spread([20, 0], len(pack([20, 0], 8)), 8)
+    assert sorted(pack([20, 0], 8)) == [[0], [1]]
+    (plan,) = plan_micro_batches([[0, 1]], [20, 0], max_tokens=8)
     assert sorted(plan) == [[0], [1]]
 
 
-def test_spreading_levels_the_tokens():
-    # Best fit decreasing fills 10 + 10 + 4; six sequences of 4 go two to each of three.
-    assert [len(chosen) for chosen in spread([4] * 6, 3, 10)] == [2, 2, 2]
+def test_micro_batches_are_level_not_filled_to_the_cap():
+    # Best fit decreasing alone would make 8 + 8 + 8 of 10, and 10 + 10 + 4 of twelve twos.
+    (plan,) = plan_micro_batches([range(12)], [2] * 12, max_tokens=10)
+    assert [len(chosen) for chosen in plan] == [4, 4, 4]
 
 
-def test_sixteen_thousand_token_micro_batches_reach_the_bound_within_a_hundredth():
-    lengths = np.clip(np.exp(np.random.default_rng(0).normal(np.log(2048), 0.9, 1024)), 16, 9216).astype(int)
-    packed = pack(lengths, 16384)
-    assert len(packed) <= 1.01 * micro_batch_bound(lengths, 16384)
-    plan = spread(lengths, len(packed), 16384)
-    tokens = [lengths[chosen].sum() for chosen in plan]
-    assert max(tokens) <= 16384
-    assert min(tokens) == pytest.approx(max(tokens), rel=0.05)
+def test_a_plan_without_any_room_keeps_the_cap():
+    # 3 + 5, 3 + 5, 4 + 4 fill three micro-batches of 8 exactly.
+    (plan,) = plan_micro_batches([range(6)], [3, 4, 5, 3, 4, 5], max_tokens=8)
+    assert sorted(sum([3, 4, 5, 3, 4, 5][position] for position in chosen) for chosen in plan) == [8, 8, 8]
+
+
+def lognormal_lengths(seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).normal(np.log(1300), 0.8, 1024)
+    return np.clip(np.exp(drawn), 16, 9216).astype(int)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("pair", [0.0, 2 / 24576])
+def test_sixteen_thousand_token_micro_batches_reach_the_bound_within_a_hundredth(seed, pair):
+    lengths, workload = lognormal_lengths(seed), Workload(pair=pair)
+    (plan,) = plan_micro_batches([range(1024)], lengths, max_tokens=16384, cost=workload)
+    assert len(plan) <= 1.01 * micro_batch_bound(lengths, 16384)
+    assert max(lengths[chosen].sum() for chosen in plan) <= 16384
+    costs = workload.costs(lengths)
+    assert imbalance([costs[chosen].sum() for chosen in plan]) < 0.05
 
 
 @given(LENGTHS, st.integers(1, 4), CAPS, st.integers(1, 3), st.integers(1, 4))

@@ -5,7 +5,7 @@ from itertools import chain, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megappo.balance.partition import imbalance, level, partition
@@ -51,7 +51,6 @@ def test_free_counts_are_never_worse_than_dealing_longest_first(costs: list[int]
     assert max(totals(costs, partition(costs, num_parts, equal_counts=False))) <= max(dealt)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(2, 3))
 def test_free_counts_stay_within_four_thirds_of_the_best_partition(costs: list[int], num_parts: int):
     best = min(

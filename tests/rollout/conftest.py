@@ -101,7 +101,9 @@ class Subject:
     groups: list[str]
     version: int = 0
 
-    def generate(self, requests: list[GenerateRequest], sampling: SamplingConfig, *, seed: int = 0) -> list[GroupOutput]:
+    def generate(
+        self, requests: list[GenerateRequest], sampling: SamplingConfig, *, seed: int = 0
+    ) -> list[GroupOutput]:
         """Return all groups, by group id."""
 
         async def collect() -> list[GroupOutput]:

@@ -163,9 +163,7 @@ def test_a_hand_over_with_wrong_names_fails_and_only_a_good_one_helps(
     assert largest_difference(models[1], outputs) < 1e-4
 
 
-def test_a_tensor_of_another_shape_is_refused_when_it_comes(
-    subject: Subject, folders: Folders, models: Models
-) -> None:
+def test_a_tensor_of_another_shape_is_refused_when_it_comes(subject: Subject, folders: Folders, models: Models) -> None:
     group = subject.groups[0]
     wrong = BucketMeta(names=["model.norm.weight"], shapes=[[3, 5]], dtype="float32", num_bytes=60)
     with pytest.raises(EngineError, match=rf"stage {group}: bucket 1 of 1 \(from model.norm.weight\): load: engine 0"):

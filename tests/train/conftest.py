@@ -9,9 +9,22 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Fo
 from tests.train.batches import VOCAB
 
 
-def save_model(model_class: type[PreTrainedModel], folder: Path, *, tied: bool = False, layers: int = 4) -> Path:
+def save_policy(folder: Path, *, tied: bool = False, layers: int = 4) -> Path:
+    """Write a policy."""
+    return _save(Qwen2ForCausalLM(_config(tied=tied, layers=layers)), folder)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
     """Write a model whose weights all count: norms differ from 1, biases from 0. Log-probs lie around -4.2 +- 0.8."""
     torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        std = 0.1 if "embed" in name or "lm_head" in name else 0.2
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=std)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _config(*, tied: bool = False, layers: int = 4) -> Qwen2Config:
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -21,27 +34,22 @@ def save_model(model_class: type[PreTrainedModel], folder: Path, *, tied: bool =
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
-        num_labels=1,
         pad_token_id=0,
     )
-    model = model_class(config)
-    for name, parameter in model.named_parameters():
-        std = 0.1 if "embed" in name or "lm_head" in name else 0.2
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=std)
-    model.save_pretrained(folder)
-    return folder
+    config.num_labels = 1
+    return config
 
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(Qwen2ForCausalLM, tmp_path_factory.mktemp("policy"))
+    return save_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="session")
 def tied_policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(Qwen2ForCausalLM, tmp_path_factory.mktemp("tied_policy"), tied=True)
+    return save_policy(tmp_path_factory.mktemp("tied_policy"), tied=True)
 
 
 @pytest.fixture(scope="session")
 def critic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(Qwen2ForSequenceClassification, tmp_path_factory.mktemp("critic"))
+    return _save(Qwen2ForSequenceClassification(_config()), tmp_path_factory.mktemp("critic"))

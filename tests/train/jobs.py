@@ -1,20 +1,29 @@
 """Jobs of the distributed trainer tests; each runs on every rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megappo.batch.fields import select
+from megappo.batch.requests import UpdateRequest
 from megappo.batch.stages import TokenField
+from megappo.config.model import Dtype
 from megappo.config.optim import OptimConfig
 from megappo.config.parallelism import ParallelismConfig
 from megappo.config.run import RunConfig
 from megappo.device.backend import CPU
+from megappo.errors import CheckpointError, NonFiniteError
 from megappo.models.export import export_hf_state
+from megappo.observability.metrics import values
 from megappo.train.actor import ActorTrainer
 from megappo.train.critic import CriticTrainer
+from megappo.train.log_probs import compute_token_statistics, vocab_shard
 from megappo.train.trainer import ModelTrainer
 from tests.train import plain
 from tests.train.batches import MicroBatches, make_experience, request_of, rollouts_of
@@ -62,8 +71,7 @@ def train_once(
     data_rank = parallel_state.get_data_parallel_rank()
     micro_batches = deal[data_rank]
     experience = make_experience()
-    mine = [index for index, sequence in enumerate(experience.sequence_ids) if sequence in sum(micro_batches, [])]
-    experience = select(experience, mine)
+    experience = select(experience, np.flatnonzero(np.isin(experience.sequence_ids, list(chain(*micro_batches)))))
     trainer: ModelTrainer
     if role == "actor":
         trainer = ActorTrainer(config, backend=CPU)
@@ -92,8 +100,156 @@ def gradients_now(trainer: ModelTrainer) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for chunk in trainer.chunks:
             for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]  # made by Megatron's DDP
     return weights_now(trainer)
+
+
+def whole_request(**options: Any) -> UpdateRequest:
+    """One micro-batch per mini-batch: two optimizer steps, on all sequences each."""
+    request = request_of(make_experience(), [make_experience().sequence_ids.tolist()])
+    return replace(request, mini_batches=request.mini_batches * 2, **options)
+
+
+def spoil_steps(folder: str, layout: ParallelismConfig, optim: OptimConfig) -> dict[str, Any]:
+    """Steps with an infinite advantage on the last data rank, then a good one, then bad ones until the trainer stops."""
+    trainer = ActorTrainer(run_config(folder, layout, optim), backend=CPU)
+    good, bad = make_experience(), make_experience()
+    if parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1:
+        bad.advantages[np.flatnonzero(bad.loss_mask)[0]] = np.inf
+    request = replace(whole_request(), mini_batches=whole_request().mini_batches[:1])
+    trainer.update(good, request)
+    before = complete_state(trainer)
+    skipped = trainer.update(bad, request)
+    after = complete_state(trainer)
+    recovered = trainer.update(good, request)
+    moved = not same(after, complete_state(trainer))
+    error = None
+    try:
+        trainer.update(bad, replace(request, epochs=optim.max_skipped_steps))
+    except NonFiniteError as caught:
+        error = str(caught)
+    return {
+        "untouched": same(before, after),
+        "skipped": values(skipped),
+        "moved": moved,
+        "recovered": values(recovered),
+        "steps": trainer.optimizer.step_number,
+        "error": error,
+    }
+
+
+def complete_state(trainer: ModelTrainer) -> list[torch.Tensor]:
+    """Copies of all weights and all tensors of the optimizer on this rank."""
+    state = trainer.optimizer.state_dict()
+    tensors = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+    for part in state["parts"]:
+        tensors += part["main_weights"]
+        for entry in part["optimizer"]["state"].values():
+            tensors += [entry[name] for name in sorted(entry)]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Bitwise equality."""
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def resume(folder: str, layout: ParallelismConfig, optim: OptimConfig, dtype: Dtype, checkpoint: str) -> dict[str, Any]:
+    """Train, save, go on; then load into a fresh trainer and go on in the same way."""
+    config = run_config(folder, layout, optim)
+    config.model.dtype = dtype
+    experience = make_experience()
+
+    def go_on(trainer: ModelTrainer) -> tuple[list[torch.Tensor], dict[str, float], torch.Tensor]:
+        metrics = trainer.update(experience, whole_request())
+        with get_cuda_rng_tracker().fork():
+            drawn = torch.rand(3)
+        return complete_state(trainer), values(metrics), torch.cat([drawn, torch.rand(3)])
+
+    first = ActorTrainer(config, backend=CPU)
+    first.update(experience, whole_request())
+    first.save(checkpoint)
+    dist.barrier()
+    expected = go_on(first)
+    second = ActorTrainer(config, backend=CPU)
+    second.load(checkpoint)
+    found = go_on(second)
+    return {
+        "same state": same(expected[0], found[0]),
+        "same metrics": expected[1] == found[1],
+        "same random numbers": torch.equal(expected[2], found[2]),
+        "steps": second.optimizer.step_number,
+    }
+
+
+def load_error(folder: str, layout: ParallelismConfig, checkpoint: str) -> tuple[str, bool]:
+    """Message of the error when the checkpoint is loaded, and whether the trainer is as it was before."""
+    trainer = ActorTrainer(run_config(folder, layout, OptimConfig()), backend=CPU)
+    before = complete_state(trainer)
+    try:
+        trainer.load(checkpoint)
+    except CheckpointError as error:
+        return str(error), same(before, complete_state(trainer))
+    return "no error", False
+
+
+def save_new(folder: str, layout: ParallelismConfig, checkpoint: str) -> None:
+    """Save a trainer that has not trained."""
+    ActorTrainer(run_config(folder, layout, OptimConfig()), backend=CPU).save(checkpoint)
+
+
+def follow_reference(folder: str, layout: ParallelismConfig, optim: OptimConfig) -> dict[str, Any]:
+    """Reference and current log-probs before and after two steps."""
+    trainer = ActorTrainer(run_config(folder, layout, optim), backend=CPU)
+    experience = make_experience()
+    batch, micro_batches = rollouts_of(experience), [experience.sequence_ids.tolist()]
+
+    def log_probs(*, reference: bool) -> np.ndarray | None:
+        found, _ = trainer.compute_log_probs(batch, micro_batches, reference=reference)
+        return None if found is None else found.values
+
+    start, reference_before = log_probs(reference=False), log_probs(reference=True)
+    trainer.update(experience, whole_request())
+    trained = complete_state(trainer)
+    reference_after = log_probs(reference=True)
+    return {
+        "weights kept": same(trained, complete_state(trainer)),
+        "start": start,
+        "reference before": reference_before,
+        "reference after": reference_after,
+        "now": log_probs(reference=False),
+    }
+
+
+def shard_statistics(vocab_size: int, temperature: float) -> list[torch.Tensor]:
+    """Log-probs, entropy, sum of squares and the gradient of this rank's columns, padded to equal shares."""
+    logits, rows, tokens, weights, bonus = statistics_case(vocab_size)
+    group = parallel_state.get_tensor_model_parallel_group()
+    columns = -(-vocab_size // group.size())
+    padded = torch.nn.functional.pad(logits, (0, columns * group.size() - vocab_size), value=9.0)
+    own = padded[:, group.rank() * columns :][:, :columns].clone().requires_grad_()
+    statistics = compute_token_statistics(
+        own,
+        rows,
+        tokens,
+        shard=vocab_shard(vocab_size, columns, group),
+        temperature=temperature,
+        with_entropy=True,
+        with_sum_squared_probs=True,
+    )
+    assert statistics.entropy is not None and statistics.sum_squared_probs is not None
+    (statistics.log_probs @ weights + statistics.entropy @ bonus).backward()
+    assert own.grad is not None
+    return [statistics.log_probs.detach(), statistics.entropy.detach(), statistics.sum_squared_probs, own.grad]
+
+
+def statistics_case(vocab_size: int) -> tuple[torch.Tensor, ...]:
+    """Logits [11, V], rows [5], tokens [5], and the weights [5] of log-probs and entropies in a loss."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(11, vocab_size, generator=generator) * 3
+    tokens = torch.tensor([0, vocab_size - 1, vocab_size // 2, 1, vocab_size // 2 - 1])
+    weights, bonus = torch.randn(2, 5, generator=generator)
+    return logits, torch.tensor([7, 0, 3, 10, 4]), tokens, weights, bonus
 
 
 def scattered(results: list[RankResult], sequence_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -1,10 +1,13 @@
-"""Vocabulary-parallel statistics against float64 softmax (one rank holds the whole vocabulary here)."""
+"""Vocabulary-parallel statistics against float64 softmax."""
 
 import pytest
 import torch
 
+from megappo.config.parallelism import ParallelismConfig
 from megappo.train import log_probs
 from megappo.train.log_probs import VocabShard, compute_token_statistics, vocab_shard
+from tests.dist_world import DistWorld
+from tests.train.jobs import shard_statistics, statistics_case
 
 VOCAB = 37
 
@@ -150,3 +153,22 @@ def test_a_uniform_distribution_has_entropy_log_v_and_collision_probability_1_ov
 
 def test_one_rank_holds_the_whole_vocabulary_without_padding() -> None:
     assert vocab_shard(37, 40, None) == VocabShard(start=0, size=37)
+
+
+@pytest.mark.parametrize("vocab_size", [36, 37, 3])
+def test_two_shards_give_the_statistics_and_gradient_of_the_whole_vocabulary(world: DistWorld, vocab_size: int) -> None:
+    # 37: the second shard ends with a padding column.
+    results = world.run(
+        shard_statistics, parallelism=ParallelismConfig(tensor=2), vocab_size=vocab_size, temperature=0.7
+    )
+    logits, rows, tokens, weights, bonus = statistics_case(vocab_size)
+    whole = logits.double().requires_grad_()
+    expected = reference(whole, rows, tokens, 0.7)
+    (expected[0] @ weights.double() + expected[1] @ bonus.double()).backward()
+    assert whole.grad is not None
+    for result in results:
+        for mine, wanted in zip(result[:3], expected):
+            torch.testing.assert_close(mine.double(), wanted, atol=3e-6, rtol=1e-6)
+    gradient = torch.cat([result[3] for result in results], 1)
+    torch.testing.assert_close(gradient[:, :vocab_size].double(), whole.grad, atol=2e-6, rtol=1e-6)
+    assert (gradient[:, vocab_size:] == 0).all()

@@ -1,0 +1,66 @@
+"""How a run ends that does not end well: an engine dies, a worker dies, someone presses Ctrl-C."""
+
+import time
+
+import psutil
+import pytest
+
+from tests.end_to_end.conftest import Launch, Run, assert_all_gone
+
+LONG = ("experiment=quickstart", "trainer.test_freq=-1", "trainer.val_before_train=false", "tracking.mlflow=false")
+
+
+def named(processes: list[psutil.Process], text: str) -> list[psutil.Process]:
+    """Processes whose name or command line contains a text."""
+    found = []
+    for process in processes:
+        try:
+            if text in process.name() or text in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_an_engine_that_is_killed_ends_the_run_with_who_where_and_its_last_lines(launch: Launch, sft_run: Run) -> None:
+    run = launch("train", "killed-engine", *LONG)
+    run.wait_for_step(2)
+    processes = run.descendants()
+    schedulers = named(processes, "sglang::scheduler")
+    assert schedulers, [process.cmdline() for process in processes]
+    schedulers[0].kill()
+    start = time.monotonic()
+    assert run.wait(90) == 1
+    assert time.monotonic() - start < 60
+    assert "rollout engine 0 (pid" in run.output
+    assert "engine-0.log" in run.output
+    assert "ended after step" in run.output
+    assert run.summary()["exit"].startswith("failed")
+    assert_all_gone(processes)
+
+
+def test_ctrl_c_ends_every_process_within_ten_seconds_and_says_what_was_saved(launch: Launch, sft_run: Run) -> None:
+    run = launch("train", "interrupted", *LONG)
+    run.wait_for_step(1)
+    processes = run.descendants()
+    start = time.monotonic()
+    run.interrupt()
+    assert run.wait(30) == 130
+    assert time.monotonic() - start < 10, run.output
+    assert "interrupted after step" in run.output
+    assert "no checkpoint (trainer.save_freq)" in run.output
+    assert run.summary()["exit"] == "interrupted"
+    assert_all_gone(processes)
+
+
+@pytest.mark.slow
+def test_a_training_worker_that_is_killed_ends_the_run_with_its_name(launch: Launch, sft_run: Run) -> None:
+    run = launch("train", "killed-worker", *LONG, "rollout=hf")
+    run.wait_for_step(1)
+    processes = run.descendants()
+    workers = named(processes, "ray::ActorWorker")
+    assert len(workers) == 2
+    workers[1].kill()
+    assert run.wait(90) == 1
+    assert "actor rank" in run.output and "its process died" in run.output
+    assert_all_gone(processes)

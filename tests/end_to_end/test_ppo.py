@@ -1,0 +1,76 @@
+"""PPO with a critic on real parts: actor PP 2, critic TP 2 with sequence parallelism, KL in reward, a reward model."""
+
+from pathlib import Path
+
+import pytest
+
+from megappo.observability.metric_catalogue import undocumented
+from tests.end_to_end.conftest import START_TIMEOUT_S, Launch, Run
+from tests.rewards.tiny_reward_model import make_tiny_reward_model
+
+
+@pytest.fixture(scope="module")
+def ppo_run(launch: Launch, sft_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished PPO run of a few steps, scored by a sequence-classification model, with checkpoints."""
+    reward_model = make_tiny_reward_model(tmp_path_factory.mktemp("reward") / "model")
+    run = launch("train", "ppo", *overrides(reward_model), "trainer.total_steps=3", "trainer.save_freq=2")
+    assert run.wait(START_TIMEOUT_S) == 0, run.output
+    return run
+
+
+def overrides(reward_model: Path) -> list[str]:
+    return [
+        "experiment=quickstart_ppo",
+        "rollout=hf",
+        "reward.name=model",
+        f"reward.model_path={reward_model}",
+        "reward.params={}",
+        "algorithm.kl.in_reward.coef=0.05",
+        "trainer.critic_warmup=1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        "batching.prompts_per_step=8",
+        "data.validation.size=5510",
+    ]
+
+
+def test_the_critic_learns_from_the_first_step_and_the_actor_after_the_warm_up(ppo_run: Run) -> None:
+    first, second, _ = ppo_run.metrics()
+    assert "critic/loss/mean" in first and "actor/policy_loss" not in first
+    assert "actor/policy_loss" in second
+
+
+def test_kl_is_zero_until_the_actor_moves_and_its_coefficient_adapts(ppo_run: Run) -> None:
+    first, _, third = ppo_run.metrics()
+    assert first["kl/in_reward/mean"] == pytest.approx(0, abs=1e-6)
+    assert third["kl/in_reward/mean"] != pytest.approx(0, abs=1e-6)
+    assert first["kl/in_reward/coef"] == pytest.approx(0.05)
+    assert third["kl/in_reward/coef"] < 0.05
+
+
+def test_the_weights_of_both_pipeline_stages_reach_the_engine(ppo_run: Run) -> None:
+    differences = [line["actor/rollout_log_prob_diff/max"] for line in ppo_run.metrics()]
+    assert max(differences) <= 1e-4
+    assert ppo_run.summary()["weight_version"] == 3
+
+
+def test_scores_come_from_the_reward_model(ppo_run: Run) -> None:
+    rewards = [line["reward/mean"] for line in ppo_run.metrics()]
+    assert all(abs(reward) > 1e-6 and reward not in (0.0, 1.0) for reward in rewards)
+    assert (ppo_run.directory / "logs" / "reward-0.log").exists()
+
+
+def test_every_metric_is_documented(ppo_run: Run) -> None:
+    names = {name for line in ppo_run.metrics() for name in line if name != "step"}
+    assert not undocumented(sorted(names))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_its_checkpoint(ppo_run: Run, launch: Launch) -> None:
+    assert (ppo_run.directory / "checkpoints" / "latest").read_text() == "step_000003"
+    config = (ppo_run.directory / "config.yaml").read_text()
+    reward_model = next(line.split(": ")[1] for line in config.splitlines() if "model_path" in line)
+    run = launch("train", "ppo", *overrides(Path(reward_model)), "trainer.total_steps=4", "trainer.resume=auto")
+    assert run.wait(START_TIMEOUT_S) == 0, run.output
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+    assert run.summary()["steps"] == 4
