@@ -1,6 +1,6 @@
 """Packed sequences and the core attention of the local layer spec: torch's scaled dot-product attention.
 
-Shapes: T packed tokens, B sequences, L longest sequence of a bucket, H query heads, G key/value heads, D head size.
+Shapes: T packed tokens, B sequences and L longest sequence of a bucket, H query heads, G key/value heads, D head size.
 
 One attention call per sequence is slow when there are many short ones, one call over all of them wastes quadratic
 work, so sequences of like length are gathered into buckets [B, L] and each bucket is one causal call. A row shorter
@@ -26,36 +26,29 @@ _SHORT = 32
 """Sequences up to this length share a bucket: padding them costs less than another call."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class LengthBucket:
-    """Sequences that run in one attention call."""
-
-    gather: torch.Tensor
-    """[B, L] int64: packed position of every entry; past a sequence's end its last token again."""
-    kept: torch.Tensor
-    """[tokens of the bucket] int64: positions in the flattened [B * L] that are real tokens."""
-    target: torch.Tensor
-    """[tokens of the bucket] int64: packed position of each of them."""
-
-
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's description of a packed micro-batch, with the buckets of the local spec. Make with `pack_lengths`."""
 
-    buckets: list[LengthBucket] = field(default_factory=list)
-    restore: torch.Tensor | None = None
-    """[T] int64: row of every packed token in the concatenation of the buckets' kept rows."""
+    buckets: list[torch.Tensor] = field(default_factory=list)
+    """Per bucket [B, L] int64: packed position of every entry; past a sequence's end its last token again."""
+    restore: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[T] int64: row of every packed token in the concatenation of the flattened buckets."""
 
 
 def pack_lengths(lengths: Sequence[int], *, device: torch.device) -> PackedSequences:
     """Describe T = sum(lengths) packed tokens, all lengths positive; pass the result as `packed_seq_params`."""
     ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    longest = max(lengths)
-    buckets = [_bucket(members, lengths, ends, device) for members in _group_by_length(lengths)]
-    order = torch.cat([bucket.target for bucket in buckets])
-    restore = torch.empty_like(order)
-    restore[order] = torch.arange(len(order), device=device)
+    buckets: list[torch.Tensor] = []
+    restore = torch.empty(sum(lengths), dtype=torch.int64)
+    rows = 0
+    for members in _group_by_length(lengths):
+        positions, is_own = _bucket(members, lengths, ends)
+        restore[positions[is_own]] = rows + is_own.flatten().nonzero()[:, 0]
+        rows += positions.numel()
+        buckets.append(positions.to(device))
     offsets = ends.to(device=device, dtype=torch.int32)
+    longest = max(lengths)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=offsets,
@@ -64,7 +57,7 @@ def pack_lengths(lengths: Sequence[int], *, device: torch.device) -> PackedSeque
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         buckets=buckets,
-        restore=restore,
+        restore=restore.to(device),
     )
 
 
@@ -85,15 +78,38 @@ def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _bucket(members: list[int], lengths: Sequence[int], ends: torch.Tensor, device: torch.device) -> LengthBucket:
+def _bucket(members: list[int], lengths: Sequence[int], ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed positions of a bucket [B, L] and whether an entry is a token of its own (not a repetition)."""
     starts = ends[:-1][members, None]  # [B, 1]
     own = torch.tensor([lengths[member] for member in members])[:, None]  # [B, 1]
     column = torch.arange(lengths[members[0]])[None]  # [1, L]
-    gather = starts + torch.minimum(column, own - 1)  # [B, L]
-    real = column < own
-    return LengthBucket(
-        gather=gather.to(device), kept=real.flatten().nonzero()[:, 0].to(device), target=gather[real].to(device)
-    )
+    return starts + torch.minimum(column, own - 1), column < own
+
+
+class _ToBuckets(torch.autograd.Function):
+    """[T, heads, D] -> per bucket [B, heads, L, D].
+
+    Backward reads the gradient of each token's own entry and leaves out the repetitions, which no kept query sees:
+    a gather, where autograd would fill and add one [T, heads, D] per bucket.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, packed: PackedSequences) -> tuple[torch.Tensor, ...]:
+        ctx.packed = packed
+        return tuple(
+            tensor.index_select(0, positions.flatten()).view(*positions.shape, *tensor.shape[1:]).transpose(1, 2)
+            for positions in packed.buckets
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _from_buckets(gradients, ctx.packed), None
+
+
+def _from_buckets(buckets: Sequence[torch.Tensor], packed: PackedSequences) -> torch.Tensor:
+    """Per bucket [B, heads, L, D] -> [T, heads, D]."""
+    rows = [bucket.transpose(1, 2).flatten(0, 1) for bucket in buckets]
+    return torch.cat(rows).index_select(0, packed.restore)
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -142,13 +158,9 @@ class SdpaCoreAttention(MegatronModule):
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        rows = []
-        for bucket in packed.buckets:
-            gathered = (_gather(tensor, bucket.gather) for tensor in (query, key, value))  # [B, H or G, L, D]
-            output = self._attend(*gathered).transpose(1, 2).flatten(2).flatten(0, 1)  # [B * L, H * D]
-            rows.append(output.index_select(0, bucket.kept))
-        assert packed.restore is not None
-        return torch.cat(rows).index_select(0, packed.restore)[:, None]
+        inputs = (_ToBuckets.apply(tensor, packed) for tensor in (query, key, value))
+        outputs = [self._attend(*bucket) for bucket in zip(*inputs)]
+        return _from_buckets(outputs, packed).flatten(1)[:, None]
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         grouped = query.size(1) != key.size(1)
@@ -157,8 +169,3 @@ class SdpaCoreAttention(MegatronModule):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # Any: Megatron's signature
         """Nothing to save."""
         return {}
-
-
-def _gather(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[T, heads, D] -> [B, heads, L, D]."""
-    return tensor.index_select(0, index.flatten()).view(*index.shape, *tensor.shape[1:]).transpose(1, 2)

@@ -55,6 +55,11 @@ class RunConsole:
         self._end_live()
 
     @property
+    def is_terminal(self) -> bool:
+        """Whether a person watches, so that lines may move."""
+        return self._console.is_terminal
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the run began."""
         return time.monotonic() - self._start
@@ -63,7 +68,7 @@ class RunConsole:
         """Say what begins now; it lasts until the next phase or step."""
         self._end_live()
         self.note(text)
-        if self._console.is_terminal:
+        if self.is_terminal:
             self._show(Spinner("dots", text=Text(text, style="dim")))
 
     def note(self, text: str) -> None:
@@ -86,7 +91,7 @@ class RunConsole:
         Args:
             step_s: seconds of this step, from which the time left is guessed; 0: no guess.
         """
-        if not self._console.is_terminal:
+        if not self.is_terminal:
             self._print("  ".join(part for part in (f"step {step}/{total_steps}", text, detail) if part))
             return
         left = f"about {duration((total_steps - step) * step_s)} left" if step_s and step < total_steps else ""

@@ -136,23 +136,27 @@ def brute_force(case: LossCase, algorithm: AlgorithmConfig) -> tuple[float, np.n
     return loss.item(), gradient.numpy()
 
 
+def _mean(numbers: list[Tensor]) -> Tensor:
+    return torch.stack(numbers).mean()
+
+
 def _aggregate(per_sequence: list[list[Tensor]], groups: np.ndarray, algorithm: AlgorithmConfig) -> Tensor:
     mode = aggregation_of(algorithm)
     filled = [tokens for tokens in per_sequence if tokens]
     everything = [token for tokens in filled for token in tokens]
     if mode is Aggregation.token_mean:
-        return sum(everything) / len(everything)
+        return _mean(everything)
     if mode is Aggregation.sequence_mean_token_mean:
-        return sum(sum(tokens) / len(tokens) for tokens in filled) / len(filled)
+        return _mean([_mean(tokens) for tokens in filled])
     if mode is Aggregation.sequence_mean_token_sum:
-        return sum(everything) / len(filled)
+        return torch.stack(everything).sum() / len(filled)
     if mode is Aggregation.token_sum_constant:
-        return sum(everything) / (len(filled) * algorithm.policy_loss.constant_length)
+        assert algorithm.policy_loss.constant_length is not None
+        return torch.stack(everything).sum() / (len(filled) * algorithm.policy_loss.constant_length)
     prompts: dict[int, list[Tensor]] = {}
     for group, tokens in zip(groups.tolist(), per_sequence):
         prompts.setdefault(group, []).extend(tokens)
-    means = [sum(tokens) / len(tokens) for tokens in prompts.values() if tokens]
-    return sum(means) / len(means)
+    return _mean([_mean(tokens) for tokens in prompts.values() if tokens])
 
 
 _Losses = Callable[[LossCase, list[int], Tensor, PolicyLossConfig], list[Tensor]]
@@ -224,7 +228,7 @@ def _gspo(case: LossCase, at: list[int], log_probs: Tensor, config: PolicyLossCo
     if not at:
         return []
     # The straight-through ratio: the value of the sequence's, the gradient of the token's.
-    s = torch.exp(sum(log_probs[t].detach() - case.old_log_probs[t] for t in at) / len(at))
+    s = torch.exp(_mean([log_probs[t].detach() - case.old_log_probs[t] for t in at]))
     ratios = [s * torch.exp(log_probs[t] - log_probs[t].detach()) for t in at]
     return [_surrogate(ratio, float(case.advantages[t]), config) for ratio, t in zip(ratios, at)]
 
@@ -236,7 +240,7 @@ def _gmpo(case: LossCase, at: list[int], log_probs: Tensor, config: PolicyLossCo
     for t in at:
         x = log_probs[t] - case.old_log_probs[t]
         bounded.append(x.clamp(max=config.clip.high) if case.advantages[t] >= 0 else x.clamp(min=-config.clip.low))
-    ratio = torch.exp(sum(bounded) / len(bounded))
+    ratio = torch.exp(_mean(bounded))
     return [-float(case.advantages[t]) * ratio for t in at]
 
 

@@ -183,10 +183,12 @@ def test_an_empty_sequence_gets_zero_and_takes_no_part_in_its_group(name: str) -
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_order_never_changes_a_bit(name: str) -> None:
     rng = np.random.default_rng(1)
-    scores, groups = rng.random(40), rng.integers(0, 9, 40)
-    lengths, order = rng.integers(0, 9, 40), rng.permutation(40)
+    scores, groups = rng.random(40).tolist(), rng.integers(0, 9, 40).tolist()
+    lengths, order = rng.integers(0, 9, 40).tolist(), rng.permutation(40).tolist()
     straight = advantages(with_parts(scores, groups, lengths=lengths), name, **constants_of(name))
-    mixed = with_parts(scores[order], groups[order], lengths=lengths[order])
+    mixed = with_parts(
+        *([column[row] for row in order] for column in (scores, groups)), lengths=[lengths[row] for row in order]
+    )
     assert np.array(straight)[order].tolist() == advantages(mixed, name, **constants_of(name))
 
 

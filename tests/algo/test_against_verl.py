@@ -1,7 +1,7 @@
 """verl 0.9.1 as an oracle where both define the same thing, and each deliberate difference shown.
 
-Skipped unless verl can be imported: `pip install --no-deps --target DIR verl==0.9.1 codetiming orjson tensordict pyvers`,
-then run with PYTHONPATH=DIR. It is never a dependency.
+Skipped unless verl can be imported, which is never a dependency. To run it:
+`pip install --no-deps --target DIR verl==0.9.1 codetiming orjson tensordict pyvers`, then PYTHONPATH=DIR pytest.
 """
 
 from typing import Any
@@ -150,9 +150,9 @@ def test_kl_agrees_in_value_and_gradient(estimator: str) -> None:
 
 def verl_loss(name: str, case: LossCase, *, mode: str, **keys: Any) -> tuple[float, np.ndarray]:
     """Return verl's loss and gradient [N] of a case."""
-    from verl.workers.config import ActorConfig
-
-    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **keys)
+    config = pytest.importorskip("verl.workers.config").ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **keys
+    )
     lengths = np.diff(case.offsets).tolist()
     log_probs = torch.tensor(case.log_probs, requires_grad=True)
     rows = torch.nn.utils.rnn.pad_sequence(list(log_probs.split(lengths)), batch_first=True)

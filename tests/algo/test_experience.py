@@ -204,7 +204,7 @@ def test_sharding_changes_neither_experience_nor_whitening(name: str) -> None:
                 sequence_ids=batch.sequence_ids[order],
                 group_ids=batch.group_ids[order],
                 response_tokens=np.concatenate([np.add.reduceat(b.response_mask, b.offsets[:-1]) for b in batches]),
-                parts=[{"part": scores[row]} for row in order],
+                parts=[{"part": float(scores[row])} for row in order],
                 greedy_scores=np.ones(16),
             )
             whole = compute_sequence_advantages(inputs, algorithm)

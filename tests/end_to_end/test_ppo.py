@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from megappo.data.tokenizer import load_tokenizer
 from megappo.observability.metric_catalogue import undocumented
 from tests.end_to_end.conftest import START_TIMEOUT_S, Launch, Run
-from tests.rewards.tiny_reward_model import make_tiny_reward_model
+from tests.rewards.tiny_reward_model import make_random_reward_model
 
 
 @pytest.fixture(scope="module")
-def ppo_run(launch: Launch, sft_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ppo_run(launch: Launch, sft_run: Run, workspace: Path) -> Run:
     """A finished PPO run of a few steps, scored by a sequence-classification model, with checkpoints."""
-    reward_model = make_tiny_reward_model(tmp_path_factory.mktemp("reward") / "model")
+    tokenizer = load_tokenizer(str(workspace / "runs/quickstart-sft/model"))
+    reward_model = make_random_reward_model(workspace / "reward-model", tokenizer)
     run = launch("train", "ppo", *overrides(reward_model), "trainer.total_steps=3", "trainer.save_freq=2")
     assert run.wait(START_TIMEOUT_S) == 0, run.output
     return run

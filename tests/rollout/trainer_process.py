@@ -74,9 +74,9 @@ def _send(senders: dict[str, WeightSender], *, folder: Path, stages: list[StageS
 def _fill(bucket: BucketMeta, state: dict[str, torch.Tensor]) -> Bucket:
     tensors = []
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-        tensor = state.get(name)
-        fits = tensor is not None and list(tensor.shape) == shape
-        tensors.append((tensor if fits else torch.zeros(shape)).to(torch_dtype(bucket.dtype)))
+        tensor = state.get(name, torch.empty(0))
+        tensor = tensor if list(tensor.shape) == shape else torch.zeros(shape)
+        tensors.append(tensor.to(torch_dtype(bucket.dtype)))
     return bucket, torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megappo.batch.fields import select
-from megappo.batch.requests import UpdateRequest
+from megappo.batch.fields import BatchError, select
+from megappo.batch.requests import MiniBatch, UpdateRequest
 from megappo.batch.stages import TokenField
 from megappo.config.model import Dtype
 from megappo.config.optim import OptimConfig
@@ -111,7 +111,7 @@ def whole_request(**options: Any) -> UpdateRequest:
 
 
 def spoil_steps(folder: str, layout: ParallelismConfig, optim: OptimConfig) -> dict[str, Any]:
-    """Steps with an infinite advantage on the last data rank, then a good one, then bad ones until the trainer stops."""
+    """A good step, one with an infinite advantage on the last data rank, a good one, bad ones until the trainer stops."""
     trainer = ActorTrainer(run_config(folder, layout, optim), backend=CPU)
     good, bad = make_experience(), make_experience()
     if parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1:
@@ -160,9 +160,10 @@ def resume(folder: str, layout: ParallelismConfig, optim: OptimConfig, dtype: Dt
     config.model.dtype = dtype
     experience = make_experience()
 
-    def go_on(trainer: ModelTrainer) -> tuple[list[torch.Tensor], dict[str, float], torch.Tensor]:
+    def go_on(trainer: ActorTrainer) -> tuple[list[torch.Tensor], dict[str, float], torch.Tensor]:
         metrics = trainer.update(experience, whole_request())
-        with get_cuda_rng_tracker().fork():
+        streams: Any = get_cuda_rng_tracker()  # Any: Megatron types it as possibly absent
+        with streams.fork():
             drawn = torch.rand(3)
         return complete_state(trainer), values(metrics), torch.cat([drawn, torch.rand(3)])
 
@@ -221,10 +222,76 @@ def follow_reference(folder: str, layout: ParallelismConfig, optim: OptimConfig)
     }
 
 
+@dataclass
+class Step:
+    """Loss, metrics and gradient of one optimizer step."""
+
+    metrics: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+    """After clipping, under Hugging Face names."""
+
+
+def step_of_each_split(folder: str, splits: list[MicroBatches], dtype: Dtype) -> list[Step]:
+    """The same step, from the same weights and with the log-probs computed before it, once per split.
+
+    The log-probs are those of the first split."""
+    config = run_config(folder, ParallelismConfig(), OptimConfig())
+    config.model.dtype = dtype
+    steps = []
+    experience = make_experience()
+    for index, micro_batches in enumerate(splits):
+        trainer = ActorTrainer(config, backend=CPU)
+        if index == 0:
+            log_probs, _ = trainer.compute_log_probs(rollouts_of(experience), micro_batches)
+            assert log_probs is not None
+            experience = replace(experience, old_log_probs=log_probs.values)
+        metrics = trainer.update(experience, request_of(experience, micro_batches))
+        steps.append(Step(metrics=values(metrics), gradients=gradients_now(trainer)))
+    return steps
+
+
+def metrics_without_old_log_probs(folder: str) -> dict[str, float]:
+    """Metrics of an update that no log-prob pass came before."""
+    trainer = ActorTrainer(run_config(folder, ParallelismConfig(), OptimConfig()), backend=CPU)
+    experience = replace(make_experience(), old_log_probs=None)
+    return values(trainer.update(experience, request_of(experience, [experience.sequence_ids.tolist()])))
+
+
+def refused_requests(folder: str) -> list[str]:
+    """Messages of the errors for requests that do not fit the batch."""
+    config = run_config(folder, ParallelismConfig(), OptimConfig())
+    actor, critic = ActorTrainer(config, backend=CPU), CriticTrainer(config, backend=CPU)
+    experience = make_experience()
+    ids = experience.sequence_ids.tolist()
+    request = request_of(experience, [ids])
+    unweighted = MiniBatch(micro_batches=[ids], loss_weights={ids[0]: 1.0})
+    without_values = replace(experience, values=None)
+    messages = []
+    for call in (
+        lambda: actor.compute_log_probs(rollouts_of(experience), [ids[1:]]),
+        lambda: actor.update(experience, replace(request, mini_batches=[unweighted])),
+        lambda: critic.update(without_values, request),
+    ):
+        try:
+            call()
+        except BatchError as error:
+            messages.append(str(error))
+    return messages
+
+
+def starting_values(folder: str) -> np.ndarray:
+    """Values [N] of a critic made from a policy folder."""
+    critic = CriticTrainer(run_config(folder, ParallelismConfig(), OptimConfig()), backend=CPU)
+    experience = make_experience()
+    found, _ = critic.compute_values(rollouts_of(experience), [experience.sequence_ids.tolist()])
+    assert found is not None
+    return found.values
+
+
 def shard_statistics(vocab_size: int, temperature: float) -> list[torch.Tensor]:
     """Log-probs, entropy, sum of squares and the gradient of this rank's columns, padded to equal shares."""
     logits, rows, tokens, weights, bonus = statistics_case(vocab_size)
-    group = parallel_state.get_tensor_model_parallel_group()
+    group: Any = parallel_state.get_tensor_model_parallel_group()  # Any: Megatron types it as a number, too
     columns = -(-vocab_size // group.size())
     padded = torch.nn.functional.pad(logits, (0, columns * group.size() - vocab_size), value=9.0)
     own = padded[:, group.rank() * columns :][:, :columns].clone().requires_grad_()
