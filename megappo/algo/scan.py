@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-_CPU_CHUNK = 1 << 17
+_CPU_CHUNK = 1 << 18
 """Numbers scanned at a time on a CPU, so that what is being worked on stays in its cache."""
 
 

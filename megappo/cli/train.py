@@ -1,10 +1,13 @@
 """`megappo train`: builds every object of a run from its configuration, runs the loop, tells what became of it."""
 
+import json
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 from megappo.algo.kl import KLCoefficient
+from megappo.balance.workload import workload_of_model
 from megappo.cli.run_observer import RunObserver
 from megappo.cluster.session import Session
 from megappo.config.rules import start_up_notes
@@ -72,6 +75,7 @@ def _run(
             critic=session.critic,
             weight_sync=session.weight_sync,
             kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
+            workload=workload_of_model(json.loads((Path(config.model.path) / "config.json").read_text())),
         )
         controller = PPOController(
             parts, validation=validation, checkpoint_dir=directory.checkpoints, observer=observer

@@ -12,7 +12,9 @@ import numpy as np
 from megappo.algo.aggregation import compute_loss_weights
 from megappo.balance.layout import RankLayout
 from megappo.balance.micro_batches import plan_micro_batches
+from megappo.balance.partition import imbalance
 from megappo.balance.schedule import BatchSchedule, build_batch_schedule, rank_parts
+from megappo.balance.workload import Workload
 from megappo.batch.requests import MiniBatch, UpdateRequest, Whitening
 from megappo.config.algorithm import Aggregation
 from megappo.config.batching import BatchingConfig
@@ -31,6 +33,7 @@ class StepSchedule:
     lengths: np.ndarray
     """[B] int64, prompt included."""
     batching: BatchingConfig
+    workload: Workload
 
     def shard_ids(self) -> list[list[int]]:
         """Return the sequence ids of every shard."""
@@ -82,9 +85,9 @@ class StepSchedule:
         ]
 
     def imbalance(self) -> float:
-        """Return max / mean - 1 of the shards' tokens."""
-        tokens = np.array([self.lengths[np.asarray(shard, dtype=np.int64)].sum() for shard in self.batch.shards])
-        return float(tokens.max() / tokens.mean() - 1)
+        """Return max / mean - 1 of the shards' costs."""
+        costs = self.workload.costs(self.lengths)
+        return imbalance([costs[np.asarray(shard, dtype=np.int64)].sum() for shard in self.batch.shards])
 
     def _micro_batches(self, parts: list[list[int]], layout: RankLayout) -> list[list[list[int]]]:
         fewest = self.batching.min_micro_batches or (2 * layout.pipeline if layout.pipeline > 1 else 1)
@@ -95,6 +98,7 @@ class StepSchedule:
             max_tokens=self.batching.micro_batch_tokens,
             min_micro_batches=fewest,
             multiple_of=multiple,
+            cost=self.workload,
         )
         return [[self._ids(positions) for positions in micro_batches] for micro_batches in plan]
 
@@ -103,13 +107,19 @@ class StepSchedule:
 
 
 def schedule_step(
-    rollouts: ScoredRollouts, batching: BatchingConfig, *, data_sizes: Sequence[int], keep_groups: bool
+    rollouts: ScoredRollouts,
+    batching: BatchingConfig,
+    *,
+    data_sizes: Sequence[int],
+    keep_groups: bool,
+    workload: Workload,
 ) -> StepSchedule:
     """Spread a step's sequences over shards and mini-batches.
 
     Args:
         data_sizes: data-parallel sizes of the worker groups; there are as many shards as their least common multiple.
         keep_groups: keep all samples of a prompt in one shard (estimators of scope `group_token`).
+        workload: what a sequence costs.
     """
     schedule = build_batch_schedule(
         rollouts.lengths,
@@ -118,6 +128,7 @@ def schedule_step(
         num_mini_batches=batching.num_mini_batches,
         balance=batching.balance,
         keep_groups=keep_groups,
+        cost=workload,
     )
     return StepSchedule(
         batch=schedule,
@@ -125,4 +136,5 @@ def schedule_step(
         group_ids=rollouts.group_ids,
         lengths=rollouts.lengths,
         batching=batching,
+        workload=workload,
     )

@@ -18,6 +18,7 @@ from megappo.algo.advantages import (
 from megappo.algo.experience import ExperienceTotals, RewardTotals, merge_experience_metrics, merge_whitening
 from megappo.algo.kl import KLCoefficient
 from megappo.algo.losses import aggregation_of
+from megappo.balance.workload import Workload
 from megappo.batch.refs import Ref
 from megappo.batch.stages import Experience, TokenField
 from megappo.config.algorithm import Aggregation, AlgorithmConfig, OldLogProbs
@@ -44,6 +45,8 @@ class Components:
     critic: CriticClient | None
     weight_sync: WeightSync
     kl_coefficient: KLCoefficient
+    workload: Workload
+    """What a sequence costs the actor."""
 
 
 class StepResult(NamedTuple):
@@ -72,6 +75,7 @@ def run_ppo_step(parts: Components, state: LoopState) -> StepResult:
             rollouts,
             config.batching,
             data_sizes=[client.layout.data for client in (parts.actor, parts.critic) if client is not None],
+            workload=parts.workload,
             keep_groups=estimator_of(config.algorithm).declaration.scope is AdvantageScope.group_token,
         )
         shards = parts.rollout.pack(schedule.shard_ids())

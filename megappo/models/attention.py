@@ -20,8 +20,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megappo.errors import CapabilityError
-
 _SHORT = 32
 """Sequences up to this length share a bucket: padding them costs less than another call."""
 
@@ -130,11 +128,7 @@ class SdpaCoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        if attn_mask_type is not AttnMaskType.causal or config.context_parallel_size > 1:
-            raise CapabilityError(
-                "the local layer spec does causal attention without context parallelism "
-                "(use parallelism.context=1, or model.layer_spec=transformer_engine on CUDA)"
-            )
+        assert attn_mask_type is AttnMaskType.causal and config.context_parallel_size == 1
         assert config.kv_channels is not None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 

@@ -56,8 +56,8 @@ def build_model(
     Raises:
         CapabilityError: the layout does not fit the architecture, or the layer spec cannot run here.
     """
-    _check_layout(architecture, parallelism)
     spec = resolve_layer_spec(layer_spec, backend)
+    _check_layout(architecture, parallelism, spec)
     config = transformer_config(architecture, parallelism=parallelism, dtype=dtype, layer_spec=spec, backend=backend)
     stages = range(parallelism.virtual_pipeline) if parallelism.virtual_pipeline else [None]
     model_class = ValueModel if head is Head.value_function else LanguageModel
@@ -130,7 +130,7 @@ def _pipeline_options(parallelism: ParallelismConfig) -> dict[str, Any]:  # Any:
     return {}
 
 
-def _check_layout(architecture: ModelArchitecture, parallelism: ParallelismConfig) -> None:
+def _check_layout(architecture: ModelArchitecture, parallelism: ParallelismConfig, layer_spec: LayerSpec) -> None:
     """Refuse what Megatron would assert, truncate or replicate."""
     chunks = parallelism.pipeline * (parallelism.virtual_pipeline or 1)
     divisible = [
@@ -146,6 +146,11 @@ def _check_layout(architecture: ModelArchitecture, parallelism: ParallelismConfi
             raise CapabilityError(
                 f"parallelism.{key}={size} must divide the {count} {what} of the model (use {fitting})"
             )
+    if parallelism.context > 1 and layer_spec is LayerSpec.local:
+        raise CapabilityError(
+            f"parallelism.context={parallelism.context} is not supported by the local layer spec "
+            "(use 1, or model.layer_spec=transformer_engine on CUDA)"
+        )
     if parallelism.expert > 1 or parallelism.expert_tensor > 1:
         raise CapabilityError(
             f"parallelism.expert is for mixture-of-experts models; {architecture.family} is dense (use 1)"

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from megappo.cli.algorithm_case import parse_algorithm
-from megappo.config.algorithm import AlgorithmConfig
+from megappo.config.algorithm import AlgorithmConfig, CorrectionLevel, OverlongConfig, RejectEstimator
 from megappo.config.algorithm_declarations import (
     ESTIMATOR_DECLARATIONS,
     LOSS_DECLARATIONS,
@@ -46,6 +46,42 @@ def test_every_estimator_and_loss_has_a_preset() -> None:
     chosen = [preset_of(preset) for preset in PRESETS]
     assert {algorithm.advantage.name for algorithm in chosen} == set(ESTIMATOR_DECLARATIONS)
     assert {algorithm.policy_loss.name for algorithm in chosen} == set(LOSS_DECLARATIONS)
+
+
+def test_every_section_may_be_written_out() -> None:
+    written = {
+        "advantage": {"name": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True},
+        "policy_loss": {
+            "name": "ppo_clip",
+            "clip": {"low": 0.2, "high": 0.2, "dual": None},
+            "aggregation": None,
+            "constant_length": None,
+        },
+        "value_loss": {"clip": 0.5},
+        "entropy": {"coef": 0.0},
+        "kl": {
+            "in_reward": {"estimator": "k1", "coef": 0, "controller": "fixed", "target": 0.1, "horizon": 10000},
+            "in_loss": {"estimator": "k3", "coef": 0.0},
+        },
+        "correction": {"weight": None, "reject": []},
+        "overlong": None,
+        "mask_truncated": False,
+        "old_log_probs": "auto",
+        "seed": 0,
+    }
+    assert parse_algorithm(written) == AlgorithmConfig()
+    longer = parse_algorithm(
+        {
+            "correction": {
+                "weight": {"level": "sequence", "mode": "mask", "low": 0.5, "high": 2.0},
+                "reject": [{"level": "sequence_max", "estimator": "k3", "low": 0.0, "high": 1.0}],
+            },
+            "overlong": {"max_length": 4096, "buffer": 512, "factor": 1.0},
+        }
+    )
+    assert longer.correction.weight is not None and longer.correction.weight.level is CorrectionLevel.sequence
+    assert longer.correction.reject[0].estimator is RejectEstimator.k3
+    assert longer.overlong == OverlongConfig()
 
 
 GDPO = {"name": "gdpo", "reward_keys": ["a", "b"]}

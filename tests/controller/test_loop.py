@@ -9,6 +9,7 @@ import torch
 
 from megappo.algo.advantages import needs_values
 from megappo.algo.kl import KLCoefficient
+from megappo.balance.workload import TOKENS
 from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, KLController, KLInRewardConfig
 from megappo.config.batching import BatchingConfig
 from megappo.config.rollout import RolloutConfig, SamplingConfig
@@ -83,6 +84,7 @@ def make_controller(
         critic=critic,
         weight_sync=FakeWeightSync(actor=actor, rollout=rollout),
         kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
+        workload=TOKENS,
     )
     recorder = Recorder()
     controller = PPOController(parts, validation=PROMPTS[:3], checkpoint_dir=tmp_path, observer=recorder)

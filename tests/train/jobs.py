@@ -111,7 +111,7 @@ def whole_request(**options: Any) -> UpdateRequest:
 
 
 def spoil_steps(folder: str, layout: ParallelismConfig, optim: OptimConfig) -> dict[str, Any]:
-    """A good step, one with an infinite advantage on the last data rank, a good one, bad ones until the trainer stops."""
+    """A good step, one with an infinite advantage on the last data rank, a good one, then bad ones to the end."""
     trainer = ActorTrainer(run_config(folder, layout, optim), backend=CPU)
     good, bad = make_experience(), make_experience()
     if parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1:

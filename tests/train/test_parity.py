@@ -23,6 +23,7 @@ DISTRIBUTED = OptimConfig(lr=1e-3, eps=1e-4, beta2=0.95, weight_decay=0.1, clip_
 IDS = make_experience().sequence_ids.tolist()
 WHOLE: list[MicroBatches] = [[IDS]]
 SPLIT: list[MicroBatches] = [[[IDS[6]], IDS[1:4], [], [IDS[7], IDS[0]], IDS[4:6]]]
+IDLE: list[MicroBatches] = [[IDS], [[]]]
 UNEVEN: list[MicroBatches] = [[IDS[5:], [IDS[0]]], [[], IDS[1:5]]]
 
 LAYOUTS = {
@@ -33,6 +34,7 @@ LAYOUTS = {
     "pipeline": (ParallelismConfig(pipeline=2), OPTIM, SPLIT),
     "virtual pipeline": (ParallelismConfig(pipeline=2, virtual_pipeline=2), OPTIM, SPLIT),
     "tensor, sequence and pipeline": (ParallelismConfig(tensor=2, pipeline=2, sequence=True), OPTIM, SPLIT),
+    "a data rank without sequences": (ParallelismConfig(), OPTIM, IDLE),
     "uneven data ranks": (ParallelismConfig(), OPTIM, UNEVEN),
     "uneven data ranks, distributed optimizer": (ParallelismConfig(), DISTRIBUTED, UNEVEN),
     "tensor and data, distributed optimizer": (ParallelismConfig(tensor=2), DISTRIBUTED, UNEVEN),

@@ -1,0 +1,153 @@
+"""What is built, what is refused, and what the built parameters say of themselves."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from megappo.config.model import Dtype, LayerSpec
+from megappo.config.parallelism import ParallelismConfig
+from megappo.device.backend import CPU, CUDA
+from megappo.errors import CapabilityError
+from megappo.models.architecture import ModelArchitecture
+from megappo.models.build import Head, build_model, transformer_config
+from megappo.models.layer_specs import resolve_layer_spec
+from tests.dist_world import DistWorld
+from tests.models.conftest import MakeModel
+from tests.models.model_jobs import call_packed, loaded_model
+
+ONE = ParallelismConfig()
+SMALL = ModelArchitecture(
+    family="qwen2",
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    ffn_hidden_size=48,
+    vocab_size=96,
+    max_position_embeddings=64,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    qkv_bias=True,
+    qk_norm=False,
+    tied_embeddings=False,
+)
+TENSOR = ParallelismConfig(tensor=2)
+
+
+def build(layout: ParallelismConfig, architecture: ModelArchitecture = SMALL, head: Head = Head.language_model) -> Any:
+    return build_model(
+        architecture, parallelism=layout, dtype=Dtype.float32, layer_spec=LayerSpec.auto, head=head, backend=CPU
+    )
+
+
+def global_layers(layout: ParallelismConfig, architecture: ModelArchitecture) -> list[list[int]]:
+    return [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in build(layout, architecture)]
+
+
+def partition_marks(layout: ParallelismConfig) -> list[dict[str, tuple[bool, int]]]:
+    """Marks of our model and of the same model that Megatron initialises itself."""
+    (ours,) = build(layout)
+    config = transformer_config(SMALL, parallelism=layout, dtype=Dtype.float32, layer_spec=LayerSpec.local, backend=CPU)
+    config.perform_initialization = True
+    theirs = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=96, max_sequence_length=64)
+    return [
+        {
+            name: (getattr(parameter, "tensor_model_parallel", False), getattr(parameter, "partition_dim", -1))
+            for name, parameter in model.named_parameters()
+        }
+        for model in (ours, theirs)
+    ]
+
+
+def heads_of(layout: ParallelismConfig) -> list[tuple[bool, bool, int, bool]]:
+    return [
+        (
+            chunk.pre_process,
+            chunk.post_process,
+            chunk.output_layer.weight.numel(),
+            bool((chunk.output_layer.weight == 0).all()),
+        )
+        for chunk in build(layout, head=Head.value_function)
+        if chunk.post_process
+    ]
+
+
+def bfloat16_logits(folder: str, layout: ParallelismConfig) -> torch.Tensor:
+    (model,) = loaded_model(folder, Head.language_model, layout, Dtype.bfloat16)
+    with torch.no_grad():
+        return call_packed(model, [[1, 2, 3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (ParallelismConfig(pipeline=2), [[[0, 1]], [[2, 3]]]),
+        (ParallelismConfig(pipeline=4), [[[0]], [[1]], [[2]], [[3]]]),
+        (ParallelismConfig(pipeline=2, virtual_pipeline=2), [[[0], [2]], [[1], [3]]]),
+    ],
+)
+def test_every_layer_is_built_once_under_its_global_index(
+    world: DistWorld, layout: ParallelismConfig, expected: list[list[list[int]]]
+) -> None:
+    assert world.run(global_layers, parallelism=layout, layout=layout, architecture=SMALL) == expected
+
+
+def test_parameters_are_marked_as_megatron_marks_them(world: DistWorld) -> None:
+    """The gradient norm counts marked parameters on all ranks and the others on one."""
+    for ours, theirs in world.run(partition_marks, parallelism=TENSOR, layout=TENSOR):
+        assert ours == theirs
+        assert sum(is_cut for is_cut, _ in ours.values()) == 4 * 5 + 2
+
+
+def test_a_value_model_has_one_replicated_row_of_zeros_instead_of_the_vocabulary(world: DistWorld) -> None:
+    assert world.run(heads_of, parallelism=TENSOR, layout=TENSOR) == [[(True, True, 32, True)]] * 2
+
+
+def test_bfloat16_models_compute_in_bfloat16(world: DistWorld, make_model: MakeModel) -> None:
+    folder = str(make_model("qwen2"))
+    for logits in world.run(bfloat16_logits, parallelism=TENSOR, layout=TENSOR, folder=folder):
+        assert logits.dtype is torch.bfloat16 and logits.shape == (1, 6, 48) and bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        (TENSOR, {"num_attention_heads": 3}, r"parallelism\.tensor=2 must divide the 3 attention heads .*\(use 1, 3\)"),
+        (TENSOR, {"num_key_value_heads": 1}, r"must divide the 1 key/value heads of the model \(use 1\)"),
+        (TENSOR, {"ffn_hidden_size": 49}, "must divide the 49 feed-forward features"),
+        (TENSOR, {"vocab_size": 97}, "must divide the 97 vocabulary rows"),
+        (ParallelismConfig(pipeline=2), {"num_layers": 5}, r"pipeline \* virtual_pipeline=2 must divide the 5 layers"),
+        (ParallelismConfig(pipeline=2, virtual_pipeline=4), {}, "virtual_pipeline=8 must divide the 4 layers"),
+        (ParallelismConfig(expert=2), {}, "parallelism.expert is for mixture-of-experts models; qwen2 is dense"),
+        (ParallelismConfig(virtual_pipeline=2), {}, r"virtual_pipeline needs parallelism\.pipeline > 1"),
+        (ParallelismConfig(context=2), {}, "parallelism.context=2 is not supported by the local layer spec"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_with_what_would(
+    layout: ParallelismConfig, change: dict[str, int], message: str
+) -> None:
+    with pytest.raises(CapabilityError, match=message):
+        build(layout, replace(SMALL, **change))
+
+
+def test_transformer_engine_is_refused_on_cpu_with_the_reason() -> None:
+    with pytest.raises(CapabilityError, match=r"has CUDA kernels only.*use model\.layer_spec=local"):
+        resolve_layer_spec(LayerSpec.transformer_engine, CPU)
+    assert resolve_layer_spec(LayerSpec.auto, CPU) is LayerSpec.local
+    assert resolve_layer_spec(LayerSpec.local, CUDA) is LayerSpec.local
+
+
+def test_transformer_engine_where_it_is_not_installed_is_refused() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("transformer_engine") is not None:
+        assert resolve_layer_spec(LayerSpec.auto, CUDA) is LayerSpec.transformer_engine
+        return
+    assert resolve_layer_spec(LayerSpec.auto, CUDA) is LayerSpec.local
+    with pytest.raises(CapabilityError, match="is not installed"):
+        resolve_layer_spec(LayerSpec.transformer_engine, CUDA)
