@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import ray
 
 from megappo.algo.experience import ExperienceTotals, RewardTotals
+from megappo.algo.selection import SelectionMoments
 from megappo.balance.layout import RankLayout
 from megappo.batch.refs import Ref
-from megappo.batch.requests import UpdateRequest
+from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, TokenField
 from megappo.cluster.placement import Slot
 from megappo.cluster.runtime import Call, gather
@@ -202,6 +204,24 @@ class ActorGroup(TrainingGroup):
             call = self.batch_call(shards, data_rank)
             calls.append(self.call(self.output_rank(data_rank), method, call, **mine, **kwargs))
         return [pair for pairs in gather(calls, phase=method, timeout_s=self._timeout_s) for pair in pairs]
+
+    def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:
+        """Moments of each shard's loss tokens."""
+        return self._shard_call("selection_moments", experience)
+
+    def selection_keys(
+        self, experience: Sequence[Ref[Experience]], selection: TokenSelection, count: int
+    ) -> list[np.ndarray]:
+        """The best keys of each shard's loss tokens."""
+        return self._shard_call("selection_keys", experience, selection, count)
+
+    def _shard_call(self, method: str, experience: Sequence[Ref[Experience]], *args: Any) -> list[Any]:
+        """Run a method that returns one result per shard on the output rank of each data-parallel rank."""
+        calls = [
+            self.call(self.output_rank(data_rank), method, self.per_data_rank(experience, data_rank), *args)
+            for data_rank in range(self.layout.data)
+        ]
+        return [part for parts in gather(calls, phase=method, timeout_s=self._timeout_s) for part in parts]
 
     def save_hf(self, folder: str) -> None:
         """Write the actor as a Hugging Face folder."""

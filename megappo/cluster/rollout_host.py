@@ -101,7 +101,10 @@ class RolloutHost:
         by_group = {draw.group_id: draw for draw in draws}
         requests = [
             GenerateRequest(
-                group_id=draw.group_id, prompt_tokens=draw.prompt.tokens, num_samples=len(draw.sequence_ids)
+                group_id=draw.group_id,
+                prompt_tokens=draw.prompt.tokens,
+                num_samples=len(draw.sequence_ids),
+                greedy=draw.greedy,
             )
             for draw in draws
         ]
@@ -146,13 +149,14 @@ class RolloutHost:
             )
         return sequences, samples
 
-    async def pack(self, shards: list[list[int]]) -> list[Any]:
-        """Put this engine's part of every shard into the object store (None where it has none); forget the rest."""
+    async def pack(self, shards: list[list[int]], keep: list[int]) -> list[Any]:
+        """Put this engine's part of every shard into the object store (None where it has none); forget all sequences
+        but those to keep."""
         pieces = []
         for wanted in shards:
             mine = [sequence_id for sequence_id in wanted if sequence_id in self._stored]
             pieces.append(ray.put(self._pack(mine)) if mine else None)
-        self._stored.clear()
+        self._stored = {key: self._stored[key] for key in keep if key in self._stored}
         return pieces
 
     def _pack(self, sequence_ids: list[int]) -> RolloutBatch:

@@ -119,10 +119,12 @@ class RolloutPool:
     def _failure(self, error: Exception, index: int, worker: str) -> Exception:
         return describe_failure(error, worker=worker, phase="generate", log_path=self._log_paths[index])
 
-    def pack(self, shards: Sequence[Sequence[int]]) -> list[Shard]:
-        """Cut the sampled sequences into shards; the engines forget them."""
+    def pack(self, shards: Sequence[Sequence[int]], *, keep: Sequence[int] = ()) -> list[Shard]:
+        """Cut sampled sequences into shards; the engines forget all but those to `keep`."""
         wanted = [list(shard) for shard in shards]
-        per_engine = gather(self.calls("pack", wanted), phase="pack", timeout_s=self._config.rollout.request_timeout_s)
+        per_engine = gather(
+            self.calls("pack", wanted, list(keep)), phase="pack", timeout_s=self._config.rollout.request_timeout_s
+        )
         packed = []
         for position, sequence_ids in enumerate(wanted):
             pieces: list[Ref[Any]] = [refs[position] for refs in per_engine if refs[position] is not None]

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 
 from megappo.batch.fields import concat, empty, select
-from megappo.batch.requests import UpdateRequest
+from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
 from megappo.cluster.runtime import describe_process
 from megappo.config.run import RunConfig
@@ -200,6 +200,19 @@ class ActorWorker(TrainingWorker):
     def _shard(self, call: BatchCall, shard: ShardCall) -> RolloutBatch:
         self._load(call)
         return self._shards[tuple(shard.sequence_ids)]
+
+    def selection_moments(self, experience: list[Any]) -> list[Any]:
+        """Moments of each shard's loss tokens."""
+        from megappo.algo.selection import compute_selection_moments, loss_tokens_of
+
+        return [compute_selection_moments(loss_tokens_of(shard)) for shard in ray.get(experience)]
+
+    def selection_keys(self, experience: list[Any], selection: TokenSelection, count: int) -> list[np.ndarray]:
+        """The best keys of each shard's loss tokens."""
+        from megappo.algo.selection import best_keys, loss_tokens_of
+
+        algorithm = self.config.algorithm
+        return [best_keys(loss_tokens_of(shard), selection, algorithm, count=count) for shard in ray.get(experience)]
 
     def update(self, experience: list[Any], request: UpdateRequest) -> Metrics:
         """Run the update phase on this rank's experience."""

@@ -34,6 +34,8 @@ class EstimatorDeclaration:
     compares_groups: bool = False
     """Compares the samples of one prompt: gives nothing with one sample per prompt."""
     reads_old_log_probs: bool = False
+    reads_greedy_scores: bool = False
+    """Needs the score of a greedy answer to each prompt, sampled beside the others."""
     reads_penalties: bool = True
     """Sees KL in reward and the over-long penalty."""
     refuses_negative_scores: bool = False
@@ -65,7 +67,7 @@ ESTIMATOR_DECLARATIONS: dict[str, EstimatorDeclaration] = {
     "reinforce_plus_plus_baseline": EstimatorDeclaration(
         scope=_SEQUENCE, keys=frozenset({"whiten"}), whitens=True, compares_groups=True
     ),
-    "remax": EstimatorDeclaration(scope=_SEQUENCE),
+    "remax": EstimatorDeclaration(scope=_SEQUENCE, reads_greedy_scores=True),
     "opo": EstimatorDeclaration(scope=_SEQUENCE, compares_groups=True),
     "gpg": EstimatorDeclaration(scope=_SEQUENCE, keys=frozenset({"alpha"}), compares_groups=True),
     "grpo_passk": EstimatorDeclaration(scope=_SEQUENCE, compares_groups=True),
@@ -112,3 +114,15 @@ def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
         or (estimator is not None and estimator.reads_old_log_probs)
         or (loss is not None and loss.selects_tokens)
     )
+
+
+def reads_greedy_scores(algorithm: AlgorithmConfig) -> bool:
+    """Whether every prompt also gets a greedy answer."""
+    estimator = ESTIMATOR_DECLARATIONS.get(algorithm.advantage.name)
+    return estimator is not None and estimator.reads_greedy_scores
+
+
+def selects_tokens(algorithm: AlgorithmConfig) -> bool:
+    """Whether the policy loss treats some tokens apart, chosen once per update."""
+    loss = LOSS_DECLARATIONS.get(algorithm.policy_loss.name)
+    return loss is not None and loss.selects_tokens

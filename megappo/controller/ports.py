@@ -12,9 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from megappo.algo.experience import ExperienceTotals, RewardTotals
+from megappo.algo.selection import SelectionMoments
 from megappo.balance.layout import RankLayout
 from megappo.batch.refs import Ref
-from megappo.batch.requests import UpdateRequest
+from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
 from megappo.config.rollout import SamplingConfig
 from megappo.data.types import Prompt
@@ -48,6 +49,8 @@ class Draw:
     group_id: int
     prompt: Prompt
     sequence_ids: list[int]
+    greedy: bool = False
+    """Answer greedily whatever the sampling: a baseline rides along with the samples."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -76,8 +79,8 @@ class RolloutClient(Protocol):
         """Yield groups as they finish. Raises EngineError when an engine fails."""
         ...
 
-    def pack(self, shards: Sequence[Sequence[int]]) -> list[Shard]:
-        """Cut the sampled sequences (by id) into shards and forget the others."""
+    def pack(self, shards: Sequence[Sequence[int]], *, keep: Sequence[int] = ()) -> list[Shard]:
+        """Cut sampled sequences (by id) into shards and forget all others but those to `keep`."""
         ...
 
     def sleep(self) -> None: ...
@@ -139,6 +142,16 @@ class ActorClient(Protocol):
         ref_log_probs: Sequence[Ref[TokenField]] | None,
     ) -> tuple[list[Ref[Experience]], list[ExperienceTotals]]:
         """Advantages, returns and correction; `sequence_advantages` is given by estimators of scope `sequence`."""
+        ...
+
+    def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:
+        """Moments of each shard's loss tokens (`megappo.algo.selection`)."""
+        ...
+
+    def selection_keys(
+        self, experience: Sequence[Ref[Experience]], selection: TokenSelection, count: int
+    ) -> list[np.ndarray]:
+        """The `count` best keys of each shard's loss tokens."""
         ...
 
     def update(self, experience: Sequence[Ref[Experience]], requests: Sequence[UpdateRequest]) -> Metrics:

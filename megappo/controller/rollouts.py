@@ -3,8 +3,8 @@
 Shapes: B sequences.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,32 @@ class ScoredRollouts:
     rewards: list[Reward]
     samples: dict[int, Sample]
     """Texts of the first few groups, by sequence id."""
+    greedy_scores: dict[int, float] = field(default_factory=dict[int, float])
+    """Group id -> score of the greedy answer to its prompt, where one was asked for."""
+
+    def select(self, groups: Collection[int]) -> "ScoredRollouts":
+        """Return the sequences of some groups."""
+        chosen = [index for index, info in enumerate(self.sequences) if info.group_id in groups]
+        return replace(
+            self,
+            sequences=[self.sequences[index] for index in chosen],
+            rewards=[self.rewards[index] for index in chosen],
+        )
+
+    def scores_by_group(self) -> dict[int, list[float]]:
+        """Return the scores of the non-empty sequences of each group."""
+        found: dict[int, list[float]] = {}
+        for info, reward in zip(self.sequences, self.rewards):
+            if info.response_tokens > 0:
+                found.setdefault(info.group_id, []).append(reward.score)
+        return found
+
+    @property
+    def greedy_baseline(self) -> np.ndarray | None:
+        """Score of the greedy answer to each sequence's prompt, [B] float64; None where none was asked for."""
+        if not self.greedy_scores:
+            return None
+        return np.array([self.greedy_scores[info.group_id] for info in self.sequences], dtype=np.float64)
 
     @property
     def scores(self) -> np.ndarray:
@@ -61,6 +87,23 @@ def draw_prompts(prompts: Sequence[Prompt], state: LoopState, *, num_samples: in
     ]
 
 
+def add_greedy(draws: Sequence[Draw], state: LoopState) -> dict[int, Draw]:
+    """Return, by the group id of each draw, a draw of one greedy answer to the same prompt."""
+    return {
+        draw.group_id: Draw(
+            group_id=state.take_group_id(), prompt=draw.prompt, sequence_ids=state.take_sequence_ids(1), greedy=True
+        )
+        for draw in draws
+    }
+
+
+def split_greedy(rollouts: ScoredRollouts, greedy: Mapping[int, Draw]) -> ScoredRollouts:
+    """Take the greedy answers out of the sequences; their scores become `greedy_scores`."""
+    scores = {info.group_id: reward.score for info, reward in zip(rollouts.sequences, rollouts.rewards)}
+    sampled = rollouts.select({info.group_id for info in rollouts.sequences} - {d.group_id for d in greedy.values()})
+    return replace(sampled, greedy_scores={group: scores[draw.group_id] for group, draw in greedy.items()})
+
+
 def generate_and_score(
     draws: Sequence[Draw],
     sampling: SamplingConfig,
@@ -92,15 +135,27 @@ def generate_and_score(
     )
 
 
+def join(parts: Sequence[ScoredRollouts]) -> ScoredRollouts:
+    """Return all sequences in order of their ids."""
+    pairs = [pair for part in parts for pair in zip(part.sequences, part.rewards)]
+    pairs.sort(key=lambda pair: pair[0].sequence_id)
+    return ScoredRollouts(
+        sequences=[info for info, _ in pairs],
+        rewards=[reward for _, reward in pairs],
+        samples={key: sample for part in parts for key, sample in part.samples.items()},
+        greedy_scores={key: score for part in parts for key, score in part.greedy_scores.items()},
+    )
+
+
 def rollout_metrics(rollouts: ScoredRollouts) -> Metrics:
     """Rewards and shapes of what was sampled. Means are over sequences unless the name says otherwise."""
     count = len(rollouts.sequences)
     scores, responses = rollouts.scores, rollouts.response_lengths
     metrics: Metrics = {
         "reward/mean": mean(float(scores.sum()), count),
-        "reward/max": maximum(float(scores.max())),
+        "reward/max": maximum(float(scores.max(initial=-np.inf)), count),
         "rollout/response_tokens/mean": mean(float(responses.sum()), count),
-        "rollout/response_tokens/max": maximum(float(responses.max())),
+        "rollout/response_tokens/max": maximum(float(responses.max(initial=0)), count),
         "rollout/truncated_ratio": mean(float(rollouts.truncated.sum()), count),
         "rollout/empty_ratio": mean(float((responses == 0).sum()), count),
     }

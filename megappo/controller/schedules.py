@@ -15,7 +15,7 @@ from megappo.balance.micro_batches import plan_micro_batches
 from megappo.balance.partition import imbalance
 from megappo.balance.schedule import BatchSchedule, build_batch_schedule, rank_parts
 from megappo.balance.workload import Workload
-from megappo.batch.requests import MiniBatch, UpdateRequest, Whitening
+from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest, Whitening
 from megappo.config.algorithm import Aggregation
 from megappo.config.batching import BatchingConfig
 from megappo.controller.rollouts import ScoredRollouts
@@ -62,6 +62,7 @@ class StepSchedule:
         aggregation: Aggregation,
         constant_length: float | None,
         whitening: Whitening | None,
+        selection: TokenSelection | None = None,
     ) -> list[UpdateRequest]:
         """Return one request per data rank. Loss weights come from the counts of the whole mini-batch.
 
@@ -80,7 +81,12 @@ class StepSchedule:
                 mine = {sequence_id: weight_of[sequence_id] for ids in micro_batches for sequence_id in ids}
                 per_rank[rank].append(MiniBatch(micro_batches=micro_batches, loss_weights=mine))
         return [
-            UpdateRequest(mini_batches=mini_batches, epochs=self.batching.ppo_epochs, whitening=whitening)
+            UpdateRequest(
+                mini_batches=mini_batches,
+                epochs=self.batching.ppo_epochs,
+                whitening=whitening,
+                selection=selection,
+            )
             for mini_batches in per_rank
         ]
 

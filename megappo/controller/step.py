@@ -3,7 +3,7 @@
 Shapes: B sequences of the step. Tokens never come here: shards, log-probs, values and experience are handles.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -18,18 +18,21 @@ from megappo.algo.advantages import (
 from megappo.algo.experience import ExperienceTotals, RewardTotals, merge_experience_metrics, merge_whitening
 from megappo.algo.kl import KLCoefficient
 from megappo.algo.losses import aggregation_of
+from megappo.algo.selection import close_selection, count_selected, open_selection
 from megappo.balance.workload import Workload
 from megappo.batch.refs import Ref
+from megappo.batch.requests import TokenSelection, Whitening
 from megappo.batch.stages import Experience, TokenField
 from megappo.config.algorithm import Aggregation, AlgorithmConfig, OldLogProbs
-from megappo.config.algorithm_declarations import AdvantageScope
+from megappo.config.algorithm_declarations import AdvantageScope, reads_old_log_probs, selects_tokens
 from megappo.config.run import RunConfig
 from megappo.controller.ports import ActorClient, CriticClient, RewardClient, RolloutClient, Shard, WeightSync
-from megappo.controller.rollouts import ScoredRollouts, draw_prompts, generate_and_score, rollout_metrics
+from megappo.controller.rollouts import ScoredRollouts
+from megappo.controller.sampling import StepRollouts, StepSampler
 from megappo.controller.schedules import StepSchedule, schedule_step
 from megappo.controller.state import LoopState
 from megappo.data.sampler import PromptSampler
-from megappo.observability.metrics import Metrics, mean, merge, total
+from megappo.observability.metrics import Metrics, mean, merge, minimum, total
 from megappo.observability.timing import PhaseTimer
 
 
@@ -47,6 +50,10 @@ class Components:
     kl_coefficient: KLCoefficient
     workload: Workload
     """What a sequence costs the actor."""
+    step_sampler: StepSampler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step_sampler = StepSampler(self.config, prompts=self.sampler, rollout=self.rollout, reward=self.reward)
 
 
 class StepResult(NamedTuple):
@@ -54,57 +61,58 @@ class StepResult(NamedTuple):
 
     metrics: Metrics
     rollouts: ScoredRollouts
+    """What was trained on."""
 
 
 def run_ppo_step(parts: Components, state: LoopState) -> StepResult:
     """Run one step: sample, score, learn, hand the weights over. The state's counters advance."""
-    config, timer = parts.config, PhaseTimer()
+    timer = PhaseTimer()
     with timer.phase("step"):
         # 1-2  prompts and rollouts, scored as they finish
-        draws = draw_prompts(parts.sampler.next(), state, num_samples=config.batching.samples_per_prompt)
-        rollouts = generate_and_score(
-            draws,
-            config.rollout.sampling,
-            rollout=parts.rollout,
-            reward=parts.reward,
-            seed=config.seed * 1_000_003 + state.step,
-            timer=timer,
-        )
-        # 3  who computes what
-        schedule = schedule_step(
-            rollouts,
-            config.batching,
-            data_sizes=[client.layout.data for client in (parts.actor, parts.critic) if client is not None],
-            workload=parts.workload,
-            keep_groups=estimator_of(config.algorithm).declaration.scope is AdvantageScope.group_token,
-        )
-        shards = parts.rollout.pack(schedule.shard_ids())
-        parts.rollout.sleep()
-        # 4-6  log-probs, values, experience
-        experience, totals, experience_metrics = make_experience(parts, rollouts, schedule, shards, timer)
-        # 7-8  critic, then actor once the critic is warm
-        update_metrics = update_models(parts, state, schedule, experience, totals, timer)
-        # 9-10  the engines get the new weights
+        sampled = parts.step_sampler.sample(state, timer)
+        metrics = [sampled.metrics]
+        if sampled.train.sequences:
+            metrics.append(learn(parts, state, sampled, timer))
         state.step += 1
+        # 9-10  the engines get the new weights
         with timer.phase("weight_sync"):
-            parts.rollout.wake()
-            sync_metrics = parts.weight_sync.push(state.step)
-    metrics = merge([rollout_metrics(rollouts), experience_metrics, update_metrics, sync_metrics, timer.metrics()])
-    metrics |= step_metrics(parts, state, rollouts, schedule, seconds=timer.seconds("step"))
-    return StepResult(metrics, rollouts)
+            metrics.append(parts.weight_sync.push(state.step))
+    metrics += [timer.metrics(), step_metrics(parts, state, sampled.train, seconds=timer.seconds("step"))]
+    return StepResult(merge(metrics), sampled.train)
+
+
+def learn(parts: Components, state: LoopState, sampled: StepRollouts, timer: PhaseTimer) -> Metrics:
+    """Hops 3-8: schedule, log-probs, values, experience, updates. The engines sleep meanwhile."""
+    config, rollouts = parts.config, sampled.train
+    # 3  who computes what
+    schedule = schedule_step(
+        rollouts,
+        config.batching,
+        data_sizes=[client.layout.data for client in (parts.actor, parts.critic) if client is not None],
+        keep_groups=estimator_of(config.algorithm).declaration.scope is AdvantageScope.group_token,
+        workload=parts.workload,
+    )
+    shards = parts.rollout.pack(schedule.shard_ids(), keep=sampled.keep)
+    parts.rollout.sleep()
+    # 4-6  log-probs, values, experience
+    experience, totals, metrics = make_experience(parts, rollouts, schedule, shards, timer)
+    # 7-8  critic, then actor once the critic is warm
+    updated = update_models(parts, state, schedule, experience, totals, timer)
+    parts.rollout.wake()
+    return merge([metrics, updated, {"schedule/imbalance": mean(schedule.imbalance(), 1)}])
 
 
 def needs_old_log_probs(config: RunConfig) -> bool:
     """Whether log-probs are recomputed before the update.
 
-    `auto` skips the pass when the batch is used for one optimizer step (then old equals current) and nothing
-    before the update asks for it.
+    `auto` skips the pass when the batch is used for one optimizer step (then old equals current), all of it was
+    sampled by the current weights (dynamic sampling may carry groups over) and nothing before the update asks for it.
     """
     algorithm, batching = config.algorithm, config.batching
     if algorithm.old_log_probs is not OldLogProbs.auto:
         return algorithm.old_log_probs is OldLogProbs.recompute
     several_steps = batching.ppo_epochs * batching.num_mini_batches > 1
-    return several_steps or algorithm.kl.in_reward.coef > 0 or algorithm.correction.is_on
+    return several_steps or algorithm.sampling.max_rounds > 0 or reads_old_log_probs(algorithm)
 
 
 def make_experience(
@@ -163,6 +171,7 @@ def sequence_inputs(
         group_ids=rollouts.group_ids,
         response_tokens=rollouts.response_lengths,
         parts=[reward.parts for reward in rollouts.rewards],
+        greedy_scores=rollouts.greedy_baseline,
     )
 
 
@@ -217,28 +226,39 @@ def update_models(
             metrics |= parts.critic.update(experience, requests)
     if parts.critic is None or state.step >= config.trainer.critic_warmup:
         with timer.phase("update_actor"):
+            whitening = merge_whitening(totals)
             requests = schedule.update_requests(
                 parts.actor.layout,
                 loss_tokens=loss_tokens,
                 aggregation=aggregation_of(config.algorithm),
                 constant_length=config.algorithm.policy_loss.constant_length,
-                whitening=merge_whitening(totals),
+                whitening=whitening,
+                selection=select_tokens(parts.actor, experience, whitening, config.algorithm),
             )
             metrics |= parts.actor.update(experience, requests)
     return metrics
 
 
-def step_metrics(
-    parts: Components, state: LoopState, rollouts: ScoredRollouts, schedule: StepSchedule, *, seconds: float
-) -> Metrics:
+def select_tokens(
+    actor: ActorClient, experience: list[Ref[Experience]], whitening: Whitening | None, algorithm: AlgorithmConfig
+) -> TokenSelection | None:
+    """Choose the tokens that clip_cov and kl_cov treat apart, over all shards; None for other losses."""
+    if not selects_tokens(algorithm):
+        return None
+    moments = actor.selection_moments(experience)
+    selection, count = open_selection(moments, whitening), count_selected(moments, algorithm)
+    return close_selection(selection, actor.selection_keys(experience, selection, count), count=count)
+
+
+def step_metrics(parts: Components, state: LoopState, rollouts: ScoredRollouts, *, seconds: float) -> Metrics:
     """Sizes and throughput of the whole step."""
     tokens = int(rollouts.lengths.sum())
-    versions = {info.policy_version for info in rollouts.sequences}
-    return {
+    metrics: Metrics = {
         "data/epoch": mean(state.step / parts.sampler.steps_per_epoch, 1),
         "rollout/sequences": total(len(rollouts.sequences)),
         "rollout/tokens": total(tokens),
-        "rollout/policy_version/min": mean(min(versions), 1),
-        "schedule/imbalance": mean(schedule.imbalance(), 1),
         "perf/tokens_per_s": mean(tokens / seconds, 1),
     }
+    if rollouts.sequences:
+        metrics["rollout/policy_version/min"] = minimum(min(info.policy_version for info in rollouts.sequences))
+    return metrics

@@ -51,14 +51,15 @@ class PromptSampler:
         """Passes over the prompts so far, with the part of the running one."""
         return self._drawn / len(self._prompts)
 
-    def next(self) -> list[Prompt]:
-        """Return the next batch."""
+    def next(self, count: int | None = None) -> list[Prompt]:
+        """Return the next `count` prompts (default: a batch)."""
+        count = self._batch_size if count is None else count
         batch: list[Prompt] = []
-        while len(batch) < self._batch_size:
+        while len(batch) < count:
             epoch, position = divmod(self._drawn, len(self._prompts))
             if epoch != self._order[0]:
                 self._order = (epoch, self._order_of(epoch))
-            chosen = self._order[1][position : position + self._batch_size - len(batch)]
+            chosen = self._order[1][position : position + count - len(batch)]
             batch.extend(self._prompts[index] for index in chosen.tolist())
             self._drawn += len(chosen)
         return batch

@@ -30,6 +30,8 @@ class GenerateRequest:
     group_id: int
     prompt_tokens: list[int]
     num_samples: int
+    greedy: bool = False
+    """Take the likeliest token at every step, whatever the temperature of the call."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

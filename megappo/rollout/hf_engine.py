@@ -25,7 +25,7 @@ from megappo.rollout.hf_sampling import sample_responses
 from megappo.rollout.model_folder import read_end_tokens
 from megappo.rollout.prompts import check_prompts
 from megappo.rollout.weight_update import WeightUpdate
-from megappo.weights.buckets import BucketMeta, open_bucket
+from megappo.weights.buckets import BucketMeta, open_bucket, torch_dtype
 
 T = TypeVar("T")
 
@@ -68,9 +68,11 @@ class HFEngine:
     def _load(self) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             self._spec.model.path,
-            dtype=getattr(torch, self._spec.model.dtype.value),
-            attn_implementation=GROUPED_ATTENTION if self._backend.kind == "cpu" else "sdpa",
+            dtype=torch_dtype(self._spec.model.dtype.value),
+            attn_implementation="sdpa",  # refused for models whose attention needs more than a mask
         )
+        if self._backend.kind == "cpu":
+            model.set_attn_implementation(GROUPED_ATTENTION)
         self._end_tokens = torch.tensor(
             read_end_tokens(Path(self._spec.model.path)), dtype=torch.long, device=self._backend.device()
         )

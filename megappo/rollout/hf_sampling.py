@@ -173,6 +173,7 @@ class _Rows:
 
 def _uniform_numbers(request: GenerateRequest, max_new_tokens: int, *, seed: int) -> torch.Tensor:
     """Return [num_samples, max_new_tokens] float64 in [0, 1) from a stream of the request's own."""
+    # The hash of a tuple of integers is the same in every process.
     generator = torch.Generator().manual_seed(hash((seed, request.group_id)) % 2**63)
     return torch.rand(request.num_samples, max_new_tokens, generator=generator, dtype=torch.float64)
 

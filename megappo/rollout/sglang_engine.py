@@ -21,7 +21,8 @@ from megappo.weights.buckets import BucketMeta
 class SGLangEngine:
     """Generation and weight hand-over over HTTP; the server dies with this process, and nothing else dies with it.
 
-    The `seed` of a generate call has no effect: SGLang seeds its sampler once, when it starts, from the engine's seed.
+    The `seed` of a generate call has no effect: SGLang seeds its sampler once, when it starts, from the seed and the
+    number of the engine.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -29,7 +30,7 @@ class SGLangEngine:
         self._weight_timeout_s = spec.weight_timeout_s
         self._device = DeviceKind(resolve_backend(spec.device).kind)
         self._model = spec.model
-        self._seed = spec.seed
+        self._seed = spec.seed + spec.index  # else all engines of a run would draw the same numbers
         folder = Path(spec.model.path)
         self._end_tokens = read_end_tokens(folder)
         required, optional = read_weight_names(folder)

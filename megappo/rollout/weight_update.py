@@ -13,10 +13,12 @@ class WeightUpdate:
     """
 
     def __init__(self, *, name: str, required: Iterable[str], optional: Iterable[str] = ()) -> None:
-        """Args:
-        name: the engine's, for errors.
-        required: parameter names that every hand-over must hold.
-        optional: names that it may hold, such as a head tied to the embedding.
+        """Start usable, with the weights of the model folder.
+
+        Args:
+            name: the engine's, for errors.
+            required: parameter names that every hand-over must hold.
+            optional: names that it may hold, such as a head tied to the embedding.
         """
         self._name = name
         self._required = frozenset(required)

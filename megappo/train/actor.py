@@ -4,7 +4,6 @@ Shapes: N packed tokens, T input tokens of a micro-batch, n tokens that it predi
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from megappo.algo.masked import whiten
 from megappo.algo.selection import loss_tokens_of, select_tokens
 from megappo.batch.requests import MiniBatch, UpdateRequest, Whitening
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.config.algorithm import OldLogProbs
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.models.build import Head
@@ -59,19 +59,26 @@ class ActorTrainer(ModelTrainer):
             The log-probs, and `actor/entropy/mean` (over response tokens; not for the reference). None and no metrics
             on all but the output rank.
         """
+        if not reference:
+            return self._compute_log_probs(batch, micro_batches, with_entropy=True)
+        assert self._reference is not None, "algorithm.needs_reference says that there is none"
+        with self._reference.in_place():
+            return self._compute_log_probs(batch, micro_batches, with_entropy=False)
+
+    def _compute_log_probs(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], *, with_entropy: bool
+    ) -> tuple[TokenField | None, Metrics]:
+        """The same under the weights that are in place."""
         entropies: list[torch.Tensor] = []
 
         def read(logits: torch.Tensor, micro_batch: PackedMicroBatch) -> torch.Tensor:
-            statistics = self._statistics(logits, micro_batch, with_entropy=not reference)
+            statistics = self._statistics(logits, micro_batch, with_entropy=with_entropy)
             if statistics.entropy is not None:
                 entropies.append(statistics.entropy.double().sum())
             return statistics.log_probs
 
-        if reference:
-            assert self._reference is not None, "asked for the reference, which algorithm.needs_reference rules out"
-        with self._reference.in_place() if reference and self._reference else nullcontext():
-            log_probs = self._compute_token_field(batch, micro_batches, read)
-        if log_probs is None or reference:
+        log_probs = self._compute_token_field(batch, micro_batches, read)
+        if log_probs is None or not with_entropy:
             return log_probs, {}
         total = torch.stack(entropies).sum().item()
         return log_probs, {"actor/entropy/mean": mean(total, int(batch.response_mask.sum()))}
@@ -84,8 +91,8 @@ class ActorTrainer(ModelTrainer):
 
         Returns:
             `actor/...` of the policy loss (`megappo.algo.losses`) and of the optimizer steps
-            (`ModelTrainer._step_metrics`); `actor/entropy/mean` (over loss tokens) only when there are no old
-            log-probs: otherwise `compute_log_probs` has measured it. Nothing on all but the output rank.
+            (`ModelTrainer._step_metrics`); `actor/entropy/mean` (over loss tokens) only when the old log-probs were
+            not recomputed: otherwise `compute_log_probs` has measured it. Nothing on all but the output rank.
 
         Raises:
             BatchError: ids of the experience and the request do not match.
@@ -115,7 +122,9 @@ class ActorTrainer(ModelTrainer):
             )
             for micro_batch in packed
         ]
-        measured_before = experience.old_log_probs is not None
+        measured_before = (
+            experience.old_log_probs is not None and self.algorithm.old_log_probs is not OldLogProbs.rollout
+        )
         with_entropy = self.algorithm.entropy.coef != 0 or not measured_before
         step_before = self.optimizer.step_number
 

@@ -99,7 +99,7 @@ def run_loss(
         loss_mask=torch.as_tensor(part.loss_mask),
         loss_weights=torch.tensor(np.repeat(weights[rows], np.diff(part.offsets)), dtype=dtype),
         selected=torch.as_tensor(part.selected),
-        **tensors,
+        **tensors,  # pyright: ignore[reportArgumentType]  # names are those of TOKEN_FIELDS
     )
     output = compute_policy_loss(log_probs, batch, algorithm)
     output.loss.backward()

@@ -6,7 +6,7 @@ data-parallel ranks one after the other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,10 +15,17 @@ import torch
 from megappo.algo.experience import ExperienceTotals, RewardTotals, build_experience, compute_token_rewards
 from megappo.algo.losses import PolicyLossBatch, ValueLossBatch, compute_policy_loss, compute_value_loss
 from megappo.algo.masked import whiten
+from megappo.algo.selection import (
+    SelectionMoments,
+    best_keys,
+    compute_selection_moments,
+    loss_tokens_of,
+    select_tokens,
+)
 from megappo.balance.layout import RankLayout
 from megappo.batch.fields import concat, offsets_of, select
 from megappo.batch.refs import Ref
-from megappo.batch.requests import MiniBatch, UpdateRequest
+from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
 from megappo.config.algorithm import AlgorithmConfig
 from megappo.config.rollout import SamplingConfig
@@ -52,7 +59,8 @@ class FakeRollout:
     def _group(self, draw: Draw, sampling: SamplingConfig, random: np.random.Generator) -> FinishedGroup:
         infos, samples = [], []
         for sequence_id in draw.sequence_ids:
-            tokens, log_probs = self._sample(draw.prompt.tokens[-1], sampling, random)
+            sampled = replace(sampling, temperature=0.0) if draw.greedy else sampling
+            tokens, log_probs = self._sample(draw.prompt.tokens[-1], sampled, random)
             self.stored[sequence_id] = (draw.group_id, draw.prompt.tokens, tokens, log_probs)
             reason = "stop" if tokens[-1] == EOS else "length"
             infos.append(
@@ -85,13 +93,13 @@ class FakeRollout:
                 break
         return tokens, log_probs
 
-    def pack(self, shards: Sequence[Sequence[int]]) -> list[Shard]:
+    def pack(self, shards: Sequence[Sequence[int]], *, keep: Sequence[int] = ()) -> list[Shard]:
         self.calls.append("pack")
         packed = [
             Shard(sequence_ids=list(ids), pieces=[as_ref(self._pack([sequence_id])) for sequence_id in reversed(ids)])
             for ids in shards
         ]
-        self.stored.clear()
+        self.stored = {key: self.stored[key] for key in keep}
         return packed
 
     def _pack(self, sequence_ids: Sequence[int]) -> RolloutBatch:
@@ -247,8 +255,23 @@ class FakeActor(FakeTrainer):
         ]
         return [as_ref(experience) for experience, _ in results], [totals for _, totals in results]
 
+    def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:
+        return [compute_selection_moments(loss_tokens_of(part)) for part in cast(list[Experience], experience)]
+
+    def selection_keys(
+        self, experience: Sequence[Ref[Experience]], selection: TokenSelection, count: int
+    ) -> list[np.ndarray]:
+        parts = cast(list[Experience], experience)
+        return [best_keys(loss_tokens_of(part), selection, self.algorithm, count=count) for part in parts]
+
     def loss(self, part: Experience, weights: torch.Tensor, request: UpdateRequest) -> tuple[torch.Tensor, Metrics]:
+        selected = None
+        if request.selection is not None:
+            selected = torch.from_numpy(part.loss_mask.copy())
+            chosen = select_tokens(loss_tokens_of(part), request.selection, self.algorithm)
+            selected[selected.clone()] = torch.from_numpy(chosen)
         batch = PolicyLossBatch(
+            selected=selected,
             offsets=torch.from_numpy(part.offsets),
             loss_mask=torch.from_numpy(part.loss_mask),
             loss_weights=weights,

@@ -8,12 +8,15 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import EngineError
-from megappo.rollout.engine import GenerateRequest
+from megappo.rollout.engine import GenerateRequest, WeightGroup
 from megappo.rollout.sglang_engine import SGLangEngine
-from tests.rollout.conftest import Run, engine_spec
+from tests.rollout.conftest import Run, Subject, engine_spec, make_model
+from tests.rollout.trainer_process import Trainer, free_port
 
 
 def own_processes() -> set[psutil.Process]:
@@ -63,23 +66,37 @@ def test_an_option_that_sglang_does_not_know_ends_the_start_with_its_message(
 
 
 @pytest.mark.slow
-def test_a_stranger_gets_no_answer_and_two_ranks_work_as_one(
-    folders: tuple[Path, Path], tmp_path: Path, run: Run[Any]
+def test_two_ranks_of_a_tied_model_take_a_hand_over_and_answer_nobody_without_the_key(
+    tmp_path: Path, trainer: Trainer, run: Run[Any]
 ) -> None:
-    spec = engine_spec(folders[0], tmp_path / "server.log")
+    first = make_model(tmp_path / "first", seed=5, tie_word_embeddings=True)
+    second = make_model(tmp_path / "second", seed=6, tie_word_embeddings=True)
+    spec = engine_spec(first, tmp_path / "server.log")
     spec.config.tensor = 2
     engine = SGLangEngine(spec)
     run(engine.start())
-
-    async def ask() -> tuple[int, int]:
-        async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/model_info") as answer:
-            status = answer.status
-        request = GenerateRequest(group_id=0, prompt_tokens=[5], num_samples=3)
-        async for output in engine.generate([request], SamplingConfig(max_new_tokens=4), seed=0):
-            return status, len(output.responses)
-        return status, 0
-
     try:
-        assert run(ask()) == (401, 3)
+        port = free_port()
+        trainer.start("join", transport="broadcast", group="two", port=port, world_size=3)
+        group = WeightGroup(name="two", address="127.0.0.1", port=port, world_size=3, rank_offset=1, backend="gloo")
+        run(engine.join_weight_group(group))
+        trainer.finish()
+        subject = Subject(engine=engine, run=run, trainer=trainer, groups=["two"])
+        subject.hand_over(second)
+        request = GenerateRequest(group_id=0, prompt_tokens=[5, 6, 7], num_samples=1)
+        sampling = SamplingConfig(temperature=0.0, max_new_tokens=6)
+        greedy = subject.generate([request], sampling)[0].responses[0].tokens
+        assert run(status_without_key(engine)) == 401
     finally:
         run(engine.stop())
+    model = AutoModelForCausalLM.from_pretrained(second, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model.generate(
+            torch.tensor([request.prompt_tokens]), do_sample=False, max_new_tokens=6, top_k=None, temperature=None
+        )
+    assert greedy == expected[0, 3:].tolist()
+
+
+async def status_without_key(engine: SGLangEngine) -> int:
+    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/model_info") as answer:
+        return answer.status

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megappo.batch.fields import BatchError, select
-from megappo.batch.requests import MiniBatch, UpdateRequest
+from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest
 from megappo.batch.stages import TokenField
 from megappo.config.model import Dtype
 from megappo.config.optim import OptimConfig
@@ -255,6 +255,23 @@ def metrics_without_old_log_probs(folder: str) -> dict[str, float]:
     trainer = ActorTrainer(run_config(folder, ParallelismConfig(), OptimConfig()), backend=CPU)
     experience = replace(make_experience(), old_log_probs=None)
     return values(trainer.update(experience, request_of(experience, [experience.sequence_ids.tolist()])))
+
+
+def norms_by_threshold(folder: str, thresholds: list[float]) -> list[float]:
+    """Gradient norm of clip_cov alone when tokens from a threshold on are selected."""
+    config = run_config(folder, ParallelismConfig(), OptimConfig())
+    config.algorithm.policy_loss.name = "clip_cov"
+    config.algorithm.policy_loss.covariance_low, config.algorithm.policy_loss.covariance_high = -np.inf, np.inf
+    config.algorithm.entropy.coef = config.algorithm.kl.in_loss.coef = 0.0
+    experience = make_experience()
+    request = request_of(experience, [experience.sequence_ids.tolist()])
+    norms = []
+    for threshold in thresholds:
+        selection = TokenSelection(mean_log_prob=-4.0, mean_advantage=0.0, scale=1.0, threshold=threshold)
+        trainer = ActorTrainer(config, backend=CPU)
+        metrics = trainer.update(experience, replace(request, selection=selection))
+        norms.append(values(metrics)["actor/grad_norm"])
+    return norms
 
 
 def refused_requests(folder: str) -> list[str]:

@@ -9,7 +9,13 @@ from megappo.config.model import Dtype
 from megappo.config.parallelism import ParallelismConfig
 from tests.dist_world import DistWorld
 from tests.train.batches import MicroBatches, make_experience
-from tests.train.jobs import metrics_without_old_log_probs, refused_requests, starting_values, step_of_each_split
+from tests.train.jobs import (
+    metrics_without_old_log_probs,
+    norms_by_threshold,
+    refused_requests,
+    starting_values,
+    step_of_each_split,
+)
 
 ONE = ParallelismConfig()
 IDS = make_experience().sequence_ids.tolist()
@@ -58,6 +64,15 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_update_measures_the_entr
     metrics = world.run(metrics_without_old_log_probs, parallelism=ONE, folder=str(policy_folder))[0]
     assert metrics["actor/ratio/min"] == metrics["actor/ratio/max"] == 1.0
     assert 0 < metrics["actor/entropy/mean"] < 4.16  # log 64
+
+
+def test_selected_tokens_lose_their_gradient(world: DistWorld, policy_folder: Path) -> None:
+    # Keys of clip_cov are in [0, 1): none, about half, all of the tokens are selected.
+    none, half, every = world.run(
+        norms_by_threshold, parallelism=ONE, folder=str(policy_folder), thresholds=[2.0, 0.5, 0.0]
+    )[0]
+    assert none > 0 and half > 0 and none != half
+    assert every == 0
 
 
 def test_requests_that_do_not_fit_the_batch_are_refused(world: DistWorld, policy_folder: Path) -> None:

@@ -1,0 +1,124 @@
+"""What only the in-process engine shows: tied heads, deadlines, an end in the middle of a batch."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megappo.config.rollout import SamplingConfig
+from megappo.errors import CapabilityError, EngineError
+from megappo.rollout.engine import EngineSpec, GenerateRequest, WeightGroup
+from megappo.rollout.hf_engine import HFEngine
+from megappo.weight_sync.push import StageSource
+from tests.rollout.conftest import Run, Subject, engine_spec, make_model
+from tests.rollout.trainer_process import Trainer, free_port, plan_stages
+
+REQUEST = GenerateRequest(group_id=0, prompt_tokens=[5, 6, 7], num_samples=8)
+
+
+@pytest.fixture
+def spec(folders: tuple[Path, Path], tmp_path: Path) -> EngineSpec:
+    return engine_spec(folders[0], tmp_path / "unused.log")
+
+
+@pytest.fixture
+def engine(spec: EngineSpec, run: Run[Any]) -> Iterator[HFEngine]:
+    started = HFEngine(spec)
+    run(started.start())
+    yield started
+    run(started.stop())
+
+
+async def generate(engine: HFEngine, max_new_tokens: int) -> list[list[int]]:
+    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+    return [
+        response.tokens
+        async for output in engine.generate([REQUEST], sampling, seed=3)
+        for response in output.responses
+    ]
+
+
+def test_tensor_parallelism_is_refused(spec: EngineSpec) -> None:
+    spec.config.tensor = 2
+    with pytest.raises(CapabilityError, match="rollout.tensor=2 needs an engine with tensor parallelism"):
+        HFEngine(spec)
+
+
+def test_the_same_seed_gives_the_same_samples_in_another_engine(
+    engine: HFEngine, spec: EngineSpec, run: Run[Any]
+) -> None:
+    other = HFEngine(dataclasses.replace(spec, index=1, seed=99))
+    run(other.start())
+    assert run(generate(engine, 20)) == run(generate(other, 20))
+    run(other.stop())
+
+
+def test_a_batch_past_its_deadline_is_an_error_and_gives_the_model_free(
+    engine: HFEngine, spec: EngineSpec, run: Run[Any]
+) -> None:
+    spec.config.request_timeout_s = 0.05
+    with pytest.raises(EngineError, match=r"engine hf 0: generate: not done within 0.05 s"):
+        run(generate(engine, 100_000))
+    spec.config.request_timeout_s = 60.0
+    assert len(run(generate(engine, 2))) == 8
+
+
+def test_stop_ends_a_batch_under_way(engine: HFEngine, run: Run[Any]) -> None:
+    async def stop_while_generating() -> None:
+        generating = asyncio.create_task(generate(engine, 100_000))
+        await asyncio.sleep(0.3)
+        await engine.stop()
+        with pytest.raises(EngineError, match="engine hf 0: generate: SamplingCancelled"):
+            await generating
+
+    start = time.monotonic()
+    run(stop_while_generating())
+    assert time.monotonic() - start < 20.0
+    with pytest.raises(EngineError, match="generate: the engine is not running"):
+        run(generate(engine, 2))
+
+
+def test_a_group_of_another_back_end_is_refused(engine: HFEngine, run: Run[Any]) -> None:
+    group = WeightGroup(name="n", address="127.0.0.1", port=1, world_size=2, rank_offset=1, backend="nccl")
+    with pytest.raises(EngineError, match="n uses nccl, and an engine on cpu needs gloo"):
+        run(engine.join_weight_group(group))
+
+
+def test_a_tied_head_is_loaded_with_the_embedding_and_may_be_sent_too(
+    tmp_path: Path, trainer: Trainer, run: Run[Any]
+) -> None:
+    first = make_model(tmp_path / "first", seed=5, tie_word_embeddings=True)
+    second = make_model(tmp_path / "second", seed=6, tie_word_embeddings=True)
+    engine = HFEngine(engine_spec(first, tmp_path / "unused.log"))
+    run(engine.start())
+    port = free_port()
+    trainer.start("join", transport="broadcast", group="tied", port=port, world_size=2)
+    run(
+        engine.join_weight_group(
+            WeightGroup(name="tied", address="127.0.0.1", port=port, world_size=2, rank_offset=1, backend="gloo")
+        )
+    )
+    trainer.finish()
+    subject = Subject(engine=engine, run=run, trainer=trainer, groups=["tied"])
+    subject.hand_over(second)
+    model = AutoModelForCausalLM.from_pretrained(second, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model.generate(
+            torch.tensor([REQUEST.prompt_tokens]), do_sample=False, max_new_tokens=6, top_k=None, temperature=None
+        )
+    greedy = subject.generate([REQUEST], SamplingConfig(temperature=0.0, max_new_tokens=6))[0].responses[0].tokens
+    assert greedy == expected[0, 3:].tolist()
+    stage = plan_stages(second, ["tied"])[0]
+    embedding = next(bucket for bucket in stage.buckets if bucket.names == ["model.embed_tokens.weight"])
+    head = dataclasses.replace(embedding, names=["lm_head.weight"])
+    subject.hand_over(second, stages=[StageSource(group="tied", buckets=[head, *stage.buckets])])
+    with pytest.raises(EngineError, match=r"1 missing parameters \(model.embed_tokens.weight\)"):
+        without = [bucket for bucket in stage.buckets if bucket is not embedding]
+        subject.hand_over(second, stages=[StageSource(group="tied", buckets=[head, *without])])
+    run(engine.stop())
