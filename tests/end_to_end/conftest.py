@@ -110,5 +110,13 @@ def sft_run(launch: Launch) -> Run:
 def assert_all_gone(processes: list[psutil.Process], timeout_s: float = 5.0) -> None:
     """Check that none of the processes is alive (zombies of other parents aside)."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert not running, [process.cmdline() for process in running]
+    running = [line for process in alive if (line := command_line_of(process))]
+    assert not running, running
+
+
+def command_line_of(process: psutil.Process) -> list[str]:
+    """Command line of a running process; empty when it is gone or a zombie."""
+    try:
+        return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline() or [process.name()]
+    except psutil.NoSuchProcess:
+        return []

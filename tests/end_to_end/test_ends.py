@@ -5,21 +5,14 @@ import time
 import psutil
 import pytest
 
-from tests.end_to_end.conftest import Launch, Run, assert_all_gone
+from tests.end_to_end.conftest import Launch, Run, assert_all_gone, command_line_of
 
 LONG = ("experiment=quickstart", "trainer.test_freq=-1", "trainer.val_before_train=false", "tracking.mlflow=false")
 
 
 def named(processes: list[psutil.Process], text: str) -> list[psutil.Process]:
-    """Processes whose name or command line contains a text."""
-    found = []
-    for process in processes:
-        try:
-            if text in process.name() or text in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    """Running processes whose command line contains a text."""
+    return [process for process in processes if text in " ".join(command_line_of(process))]
 
 
 def test_an_engine_that_is_killed_ends_the_run_with_who_where_and_its_last_lines(launch: Launch, sft_run: Run) -> None:

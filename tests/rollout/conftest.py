@@ -53,6 +53,16 @@ def make_model(folder: Path, seed: int, **changes: Any) -> Path:
     return folder
 
 
+@torch.no_grad()
+def greedy_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """Return the likeliest continuation, one forward pass over everything for each token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count and tokens[-1] not in END_TOKENS:
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two models of one shape with different weights: that of the engines' start, and another."""

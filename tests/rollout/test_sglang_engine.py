@@ -8,14 +8,12 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import EngineError
 from megappo.rollout.engine import GenerateRequest, WeightGroup
 from megappo.rollout.sglang_engine import SGLangEngine
-from tests.rollout.conftest import Run, Subject, engine_spec, make_model
+from tests.rollout.conftest import Run, Subject, engine_spec, greedy_tokens, make_model
 from tests.rollout.trainer_process import Trainer, free_port
 
 
@@ -89,12 +87,7 @@ def test_two_ranks_of_a_tied_model_take_a_hand_over_and_answer_nobody_without_th
         assert run(status_without_key(engine)) == 401
     finally:
         run(engine.stop())
-    model = AutoModelForCausalLM.from_pretrained(second, dtype=torch.float32)
-    with torch.no_grad():
-        expected = model.generate(
-            torch.tensor([request.prompt_tokens]), do_sample=False, max_new_tokens=6, top_k=None, temperature=None
-        )
-    assert greedy == expected[0, 3:].tolist()
+    assert greedy == greedy_tokens(second, request.prompt_tokens, 6)
 
 
 async def status_without_key(engine: SGLangEngine) -> int:
