@@ -19,7 +19,11 @@ setup(
     # The configuration files live beside the package in a checkout and inside it when installed.
     packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo.configs"],
     package_dir={"megappo.configs": "configs"},
-    package_data={"megappo.configs": ["*.yaml", "*/*.yaml"]},
+    package_data={
+        "megappo.configs": ["*.yaml", "*/*.yaml"],
+        # On the path of the SGLang server's process only, so no package of ours.
+        "megappo.rollout.sglang_cpu": ["stand_ins/*.py", "stand_ins/sgl_kernel/*.py"],
+    },
     entry_points={"console_scripts": ["megappo = megappo.cli.main:main"]},
     install_requires=[
         "torch>=2.9",

@@ -4,7 +4,7 @@ Micro-batches are lists of sequence ids; an empty list is an explicit filler mic
 same number of collectives.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -50,4 +50,3 @@ class UpdateRequest:
     """Of the advantages (actor only)."""
     selection: TokenSelection | None = None
     """Of tokens, for policy losses that select some (actor only)."""
-    metrics_prefix: str = field(default="actor")

@@ -23,6 +23,7 @@ from megappo.data.types import Prompt
 from megappo.device.backend import Backend, resolve_backend
 from megappo.errors import MegappoError
 from megappo.observability.console import AnswerRow, RunConsole
+from megappo.observability.logging import log_to_file
 from megappo.observability.mlflow_tracker import MlflowTracker, open_command, store_uri
 from megappo.observability.run_directory import RunDirectory, open_run_directory, write_atomically
 from megappo.observability.tracker import BackgroundTracker, JsonlTracker, Tracker
@@ -36,6 +37,7 @@ def train(config: RunConfig) -> int:
     backend = resolve_backend(config.cluster.device)
     directory = open_run_directory(config.run, resume=config.trainer.resume)
     write_atomically(directory.config, resolved_yaml(config))
+    log_to_file(directory.logs / "controller.log")
     signal.signal(signal.SIGTERM, _interrupt)
     with RunConsole() as console:
         if directory.moved_aside is not None:

@@ -113,6 +113,7 @@ def describe_failure(error: Exception, *, worker: str, phase: str, log_path: Pat
     if isinstance(error, ActorDiedError | ActorUnavailableError | RayActorError):
         reason = "its process died"
     elif isinstance(error, RayTaskError):
+        logger.error("%s failed in %s\n%s", worker, phase, error)
         last_line = str(error).strip().splitlines()[-1]
         reason = f"raised {last_line}"
     else:

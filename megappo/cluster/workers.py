@@ -113,14 +113,19 @@ def _in_order(batch: RolloutBatch, sequence_ids: Sequence[int]) -> RolloutBatch:
     return select(batch, [position[sequence_id] for sequence_id in sequence_ids])
 
 
-def split_by_shard(field: TokenField, call: BatchCall) -> list[Any]:
-    """Cut a rank's result at its shard borders and put each part into the object store."""
-    refs, start = [], 0
+def split_by_shard(field: TokenField, call: BatchCall) -> list[TokenField]:
+    """Cut a rank's result at its shard borders."""
+    parts, start = [], 0
     for shard in call.shards:
         stop = start + len(shard.sequence_ids)
-        refs.append(ray.put(select(field, np.arange(start, stop))))
+        parts.append(select(field, np.arange(start, stop)))
         start = stop
-    return refs
+    return parts
+
+
+def put_all(fields: Sequence[TokenField]) -> list[Any]:
+    """Put each field into the object store; returns the references."""
+    return [ray.put(field) for field in fields]
 
 
 class CriticWorker(TrainingWorker):
@@ -137,7 +142,7 @@ class CriticWorker(TrainingWorker):
     def compute_values(self, call: BatchCall, micro_batches: list[list[int]]) -> tuple[list[Any], Metrics] | None:
         """Values of this rank's sequences, one reference per shard."""
         values, metrics = self.trainer.compute_values(self._load(call), micro_batches)
-        return None if values is None else (split_by_shard(values, call), metrics)
+        return None if values is None else (put_all(split_by_shard(values, call)), metrics)
 
     def update(self, experience: list[Any], request: UpdateRequest) -> Metrics:
         """Run the update phase on this rank's experience."""
@@ -163,13 +168,20 @@ class ActorWorker(TrainingWorker):
         self.trainer = ActorTrainer(self.config, backend=backend)
         self._backend = backend
         self._sender: WeightSender | None = None
+        self._sum_pi_squared: dict[tuple[int, ...], TokenField] = {}
 
     def compute_log_probs(
         self, call: BatchCall, micro_batches: list[list[int]], *, reference: bool
     ) -> tuple[list[Any], Metrics] | None:
         """Log-probs of this rank's sequences, one reference per shard."""
-        log_probs, metrics = self.trainer.compute_log_probs(self._load(call), micro_batches, reference=reference)
-        return None if log_probs is None else (split_by_shard(log_probs, call), metrics)
+        fields, metrics = self.trainer.compute_log_probs(self._load(call), micro_batches, reference=reference)
+        if fields is None:
+            return None
+        if fields.sum_pi_squared is not None:
+            # Read by build_experience alone, which runs on this rank, too.
+            keys = [tuple(shard.sequence_ids) for shard in call.shards]
+            self._sum_pi_squared = dict(zip(keys, split_by_shard(fields.sum_pi_squared, call)))
+        return put_all(split_by_shard(fields.log_probs, call)), metrics
 
     def compute_token_rewards(self, call: BatchCall, *, kl_coef: float, **per_shard: Any) -> list[tuple[Any, Any]]:
         """Token rewards, shard by shard: (reference of the TokenField, RewardTotals)."""
@@ -192,7 +204,10 @@ class ActorWorker(TrainingWorker):
         for index, shard in enumerate(call.shards):
             arguments = {name: _open(values, index) for name, values in per_shard.items()}
             experience, totals = build_experience(
-                self._shard(call, shard), algorithm=self.config.algorithm, **arguments
+                self._shard(call, shard),
+                algorithm=self.config.algorithm,
+                sum_pi_squared=self._sum_pi_squared.get(tuple(shard.sequence_ids)),
+                **arguments,
             )
             results.append((ray.put(experience), totals))
         return results

@@ -34,6 +34,8 @@ class EstimatorDeclaration:
     compares_groups: bool = False
     """Compares the samples of one prompt: gives nothing with one sample per prompt."""
     reads_old_log_probs: bool = False
+    reads_sum_pi_squared: bool = False
+    """Needs the sum over the vocabulary of squared probabilities at every response token."""
     reads_greedy_scores: bool = False
     """Needs the score of a greedy answer to each prompt, sampled beside the others."""
     reads_penalties: bool = True
@@ -79,7 +81,7 @@ ESTIMATOR_DECLARATIONS: dict[str, EstimatorDeclaration] = {
         reads_penalties=False,
     ),
     "optimal_token_baseline": EstimatorDeclaration(
-        scope=AdvantageScope.group_token, compares_groups=True, reads_old_log_probs=True
+        scope=AdvantageScope.group_token, compares_groups=True, reads_old_log_probs=True, reads_sum_pi_squared=True
     ),
 }
 
@@ -126,3 +128,9 @@ def selects_tokens(algorithm: AlgorithmConfig) -> bool:
     """Whether the policy loss treats some tokens apart, chosen once per update."""
     loss = LOSS_DECLARATIONS.get(algorithm.policy_loss.name)
     return loss is not None and loss.selects_tokens
+
+
+def reads_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantage estimator reads the sum of squared probabilities."""
+    estimator = ESTIMATOR_DECLARATIONS.get(algorithm.advantage.name)
+    return estimator is not None and estimator.reads_sum_pi_squared

@@ -156,8 +156,6 @@ def rollout_metrics(rollouts: ScoredRollouts) -> Metrics:
         "reward/max": maximum(float(scores.max(initial=-np.inf)), count),
         "rollout/response_tokens/mean": mean(float(responses.sum()), count),
         "rollout/response_tokens/max": maximum(float(responses.max(initial=0)), count),
-        "rollout/truncated_ratio": mean(float(rollouts.truncated.sum()), count),
-        "rollout/empty_ratio": mean(float((responses == 0).sum()), count),
     }
     parts: dict[str, list[float]] = {}
     for reward in rollouts.rewards:

@@ -156,8 +156,10 @@ def make_experience(
             old_log_probs=old,
             ref_log_probs=ref,
         )
-    metrics += [merge_experience_metrics(totals), group_metrics(inputs)]
-    metrics.append(move_kl_coefficient(parts, [part.kl for part in reward_totals]))
+    metrics += [merge_experience_metrics(totals), group_metrics(inputs), *(part.metrics for part in reward_totals)]
+    if algorithm.kl.in_reward.coef > 0:
+        metrics.append({"kl/in_reward/coef": mean(parts.kl_coefficient.value, 1)})
+        parts.kl_coefficient.update([part.kl for part in reward_totals])
     return experience, totals, merge(metrics)
 
 
@@ -182,24 +184,6 @@ def sequence_advantages(
     if not needs_sequence_advantages(algorithm):
         return None
     return schedule.per_shard(compute_sequence_advantages(inputs, algorithm))
-
-
-def move_kl_coefficient(parts: Components, kl: list[np.ndarray]) -> Metrics:
-    """Move the KL coefficient by this step's KL; the metrics are of this step, before the move.
-
-    Args:
-        kl: per shard [B]: masked mean of the KL in reward per sequence, NaN where empty or off.
-    """
-    if parts.config.algorithm.kl.in_reward.coef == 0:
-        return {}
-    known = np.concatenate(kl)
-    known = known[np.isfinite(known)]
-    metrics: Metrics = {
-        "kl/in_reward/mean": mean(float(known.sum()), len(known)),
-        "kl/in_reward/coef": mean(parts.kl_coefficient.value, 1),
-    }
-    parts.kl_coefficient.update(kl)
-    return metrics
 
 
 def update_models(

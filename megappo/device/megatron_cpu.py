@@ -11,6 +11,7 @@ import importlib
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,8 @@ _LATE_MODULES = (
 
 def install() -> None:
     """Apply all patches."""
+    # Megatron says at import, five times, that Transformer Engine and apex are missing: on a CPU there are none.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module="megatron")
     disable_jit_fuser()
     for name in _LATE_MODULES:
         importlib.import_module(name)

@@ -11,20 +11,24 @@ from megappo.errors import CheckpointError
 from megappo.models.architecture import ModelArchitecture
 from megappo.models.families import FAMILIES
 from megappo.models.parameters import hugging_face_shapes, mapped_parameters
-from megappo.weights.name_map import OUTPUT, VALUE_HEAD, MappedParameter, hugging_face_names
+from megappo.weights.name_map import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter, Partition, hugging_face_names
 from megappo.weights.safetensors_io import HuggingFaceWeights
 from megappo.weights.transforms import merge
+
+_DERIVED = ".rotary_emb.inv_freq"
+"""Old Llama folders hold this buffer; it follows from the config."""
 
 
 def load_hf_weights(model_chunks: Sequence[MegatronModule], architecture: ModelArchitecture, path: str | Path) -> None:
     """Fill the parameters of this rank from a Hugging Face folder. A value head that the folder lacks stays at zero.
 
     Raises:
-        CheckpointError: tensors are missing, have another shape, or belong to no parameter; all are listed.
+        CheckpointError: tensors are missing, have another shape, belong to no parameter, or contradict
+            `tie_word_embeddings`; all are listed.
     """
     with HuggingFaceWeights(path) as weights:
         _check_names(weights, architecture)
-        problems: list[str] = []
+        problems = _check_tie(weights) if architecture.tied_embeddings else []
         for chunk in model_chunks:
             for parameter, mapped in mapped_parameters(chunk):
                 if mapped.hugging_face == [VALUE_HEAD] and VALUE_HEAD not in weights.names():
@@ -43,7 +47,7 @@ def _check_names(weights: HuggingFaceWeights, architecture: ModelArchitecture) -
     # A critic's folder has a value head and no output layer, a policy's the other way round; either head starts one.
     optional = {VALUE_HEAD, OUTPUT}
     missing = sorted(known - optional - weights.names())
-    unknown = sorted(weights.names() - known)
+    unknown = sorted(name for name in weights.names() - known if not name.endswith(_DERIVED))
     lines = []
     if missing:
         lines.append(f"missing tensors: {_listed(missing)}")
@@ -55,6 +59,18 @@ def _check_names(weights: HuggingFaceWeights, architecture: ModelArchitecture) -
             + "; ".join(lines)
             + " (the folder must hold exactly the tensors of its config.json)"
         )
+
+
+def _check_tie(weights: HuggingFaceWeights) -> list[str]:
+    """Refuse a tied model with an output layer of its own: one of the two would be dropped silently."""
+    if OUTPUT not in weights.names():
+        return []
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    embedding, output = (weights.read(name, Partition.column, rank=rank, size=size) for name in (EMBEDDING, OUTPUT))
+    if torch.equal(embedding, output):
+        return []
+    return [f"tie_word_embeddings is true, but {OUTPUT} differs from {EMBEDDING}"]
 
 
 def _listed(names: list[str], limit: int = 20) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -86,14 +87,14 @@ class HFEngine:
         model = self._running("generate")
         self._update.require_usable()
         check_prompts(requests, vocabulary=model.config.get_text_config().vocab_size, name=self._name)
-        for batch in cut_into_batches(requests, sampling.max_new_tokens, row_bytes=partial(_row_bytes, model)):
+        for batch, how in _batches(requests, sampling, row_bytes=partial(_row_bytes, model)):
             timeout_s = self._spec.config.request_timeout_s
             cancelled = threading.Event()
             work = partial(
                 sample_responses,
                 model,
                 batch,
-                sampling,
+                how,
                 end_tokens=self._end_tokens,
                 seed=seed,
                 cancelled=lambda flag=cancelled: flag.is_set() or self._stopped.is_set(),
@@ -246,3 +247,13 @@ def _receive_bucket(model: PreTrainedModel, bucket: BucketMeta, *, group: str) -
             if parameters[name].shape != tensor.shape:
                 raise ValueError(f"{name} has shape {list(parameters[name].shape)}, and {list(tensor.shape)} came")
             parameters[name].copy_(tensor)
+
+
+def _batches(
+    requests: Sequence[GenerateRequest], sampling: SamplingConfig, *, row_bytes: Callable[[int], int]
+) -> Iterator[tuple[list[GenerateRequest], SamplingConfig]]:
+    """Yield batches that fit into memory, each with its way of sampling: greedy requests apart from the others."""
+    for how in (sampling, replace(sampling, temperature=0.0)):
+        chosen = [request for request in requests if request.greedy == (how is not sampling)]
+        for batch in cut_into_batches(chosen, sampling.max_new_tokens, row_bytes=row_bytes):
+            yield batch, how

@@ -68,7 +68,7 @@ class SGLangClient:
             "input_ids": request.prompt_tokens,
             "sampling_params": {
                 "n": request.num_samples,
-                "temperature": sampling.temperature,
+                "temperature": 0.0 if request.greedy else sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "max_new_tokens": sampling.max_new_tokens,

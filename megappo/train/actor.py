@@ -4,7 +4,9 @@ Shapes: N packed tokens, T input tokens of a micro-batch, n tokens that it predi
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from megappo.algo.selection import loss_tokens_of, select_tokens
 from megappo.batch.requests import MiniBatch, UpdateRequest, Whitening
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
 from megappo.config.algorithm import OldLogProbs
+from megappo.config.algorithm_declarations import reads_sum_pi_squared
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.models.build import Head
@@ -26,6 +29,14 @@ from megappo.train.packing import PackedMicroBatch
 from megappo.train.reference import FrozenWeights
 from megappo.train.trainer import LossFunction, ModelTrainer, token_weights
 from megappo.weights.buckets import BucketMeta, TensorMeta
+
+
+class PolicyFields(NamedTuple):
+    """What a forward pass of the policy gives per response token."""
+
+    log_probs: TokenField
+    sum_pi_squared: TokenField | None
+    """Sum over the vocabulary of squared probabilities; only where it is read."""
 
 
 class ActorTrainer(ModelTrainer):
@@ -48,7 +59,7 @@ class ActorTrainer(ModelTrainer):
 
     def compute_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], *, reference: bool = False
-    ) -> tuple[TokenField | None, Metrics]:
+    ) -> tuple[PolicyFields | None, Metrics]:
         """Log-probs of the sampled tokens of all sequences of the batch, in its order.
 
         Args:
@@ -56,32 +67,33 @@ class ActorTrainer(ModelTrainer):
             reference: under the reference policy instead of the trained one.
 
         Returns:
-            The log-probs, and `actor/entropy/mean` (over response tokens; not for the reference). None and no metrics
-            on all but the output rank.
+            The log-probs (with the sum of squared probabilities if the advantage estimator reads it), and
+            `actor/entropy/mean` (over response tokens; not for the reference). None and no metrics on all but the
+            output rank.
         """
-        if not reference:
-            return self._compute_log_probs(batch, micro_batches, with_entropy=True)
-        assert self._reference is not None, "algorithm.needs_reference says that there is none"
-        with self._reference.in_place():
-            return self._compute_log_probs(batch, micro_batches, with_entropy=False)
-
-    def _compute_log_probs(
-        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], *, with_entropy: bool
-    ) -> tuple[TokenField | None, Metrics]:
-        """The same under the weights that are in place."""
         entropies: list[torch.Tensor] = []
+        with_squares = reads_sum_pi_squared(self.algorithm) and not reference
 
-        def read(logits: torch.Tensor, micro_batch: PackedMicroBatch) -> torch.Tensor:
-            statistics = self._statistics(logits, micro_batch, with_entropy=with_entropy)
+        def read(logits: torch.Tensor, micro_batch: PackedMicroBatch) -> list[torch.Tensor]:
+            statistics = self._statistics(
+                logits, micro_batch, with_entropy=not reference, with_sum_squared_probs=with_squares
+            )
             if statistics.entropy is not None:
                 entropies.append(statistics.entropy.double().sum())
-            return statistics.log_probs
+            squares = statistics.sum_squared_probs
+            return [statistics.log_probs] if squares is None else [statistics.log_probs, squares]
 
-        log_probs = self._compute_token_field(batch, micro_batches, read)
-        if log_probs is None or not with_entropy:
-            return log_probs, {}
+        if reference:
+            assert self._reference is not None, "asked for the reference, which algorithm.needs_reference rules out"
+        with self._reference.in_place() if reference and self._reference else nullcontext():
+            fields = self._compute_token_fields(batch, micro_batches, read)
+        if fields is None:
+            return None, {}
+        found = PolicyFields(log_probs=fields[0], sum_pi_squared=fields[1] if with_squares else None)
+        if reference:
+            return found, {}
         total = torch.stack(entropies).sum().item()
-        return log_probs, {"actor/entropy/mean": mean(total, int(batch.response_mask.sum()))}
+        return found, {"actor/entropy/mean": mean(total, int(batch.response_mask.sum()))}
 
     def update(self, experience: Experience, request: UpdateRequest) -> Metrics:
         """Run the update phase: one optimizer step per mini-batch, `epochs` times over.
@@ -174,7 +186,12 @@ class ActorTrainer(ModelTrainer):
         return weight_manifest(self.chunks)
 
     def _statistics(
-        self, logits: torch.Tensor, micro_batch: PackedMicroBatch, *, with_entropy: bool
+        self,
+        logits: torch.Tensor,
+        micro_batch: PackedMicroBatch,
+        *,
+        with_entropy: bool,
+        with_sum_squared_probs: bool = False,
     ) -> TokenStatistics:
         """Statistics [n] of the predicted tokens of a micro-batch under its logits [T, V/tp]."""
         return compute_token_statistics(
@@ -188,4 +205,5 @@ class ActorTrainer(ModelTrainer):
             ),
             temperature=self.temperature,
             with_entropy=with_entropy,
+            with_sum_squared_probs=with_sum_squared_probs,
         )

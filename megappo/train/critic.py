@@ -49,10 +49,11 @@ class CriticTrainer(ModelTrainer):
             The values (None on all but the output rank) and no metrics: the update reports the values it starts from.
         """
 
-        def read(values: torch.Tensor, micro_batch: PackedMicroBatch) -> torch.Tensor:
-            return values.index_select(0, micro_batch.rows)
+        def read(values: torch.Tensor, micro_batch: PackedMicroBatch) -> list[torch.Tensor]:
+            return [values.index_select(0, micro_batch.rows)]
 
-        return self._compute_token_field(batch, micro_batches, read), {}
+        fields = self._compute_token_fields(batch, micro_batches, read)
+        return (None if fields is None else fields[0]), {}
 
     def update(self, experience: Experience, request: UpdateRequest) -> Metrics:
         """Run the update phase: one optimizer step per mini-batch, `epochs` times over.

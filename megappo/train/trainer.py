@@ -144,13 +144,16 @@ class ModelTrainer:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
 
-    def _compute_token_field(
-        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], read: Callable[..., torch.Tensor]
-    ) -> TokenField | None:
-        """Run a forward pass over all sequences and return one number per response token, in the order of the batch.
+    def _compute_token_fields(
+        self,
+        batch: RolloutBatch,
+        micro_batches: Sequence[Sequence[int]],
+        read: Callable[..., Sequence[torch.Tensor]],
+    ) -> list[TokenField] | None:
+        """Run a forward pass over all sequences and return one field per quantity read, in the order of the batch.
 
         Args:
-            read: (model output, its micro-batch) -> [n] fp32, one number per predicted token.
+            read: (model output, its micro-batch) -> quantities [n] fp32, one number per predicted token.
 
         Raises:
             BatchError: a sequence of the batch is in no micro-batch.
@@ -162,10 +165,13 @@ class ModelTrainer:
         results = self._run_forward(packed, lambda output, index: read(output, packed[index]))
         if not self.is_output_rank:
             return None
-        values = np.zeros(batch.num_tokens, np.float32)
-        for micro_batch, result in zip(packed, results):
-            values[micro_batch.token_index] = result.cpu().numpy()
-        return TokenField(offsets=batch.offsets, values=values, sequence_ids=batch.sequence_ids)
+        fields: list[TokenField] = []
+        for quantity in zip(*results):
+            values = np.zeros(batch.num_tokens, np.float32)
+            for micro_batch, numbers in zip(packed, quantity):
+                values[micro_batch.token_index] = numbers.cpu().numpy()
+            fields.append(TokenField(offsets=batch.offsets, values=values, sequence_ids=batch.sequence_ids))
+        return fields
 
     def _run_forward(self, packed: list[PackedMicroBatch], read: Callable[[torch.Tensor, int], T]) -> list[T]:
         """Return `read(output, number)` of every micro-batch, in order; an empty list before the last stage."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megappo.config.model import Dtype
@@ -183,3 +183,23 @@ def test_a_folder_that_does_not_fit_its_config_is_refused_with_names(
     layout = ParallelismConfig()
     with pytest.raises(RankError, match=message):
         world.run(export_job, parallelism=layout, layout=layout, folder=str(tmp_path), bucket_bytes=5000)
+
+
+@pytest.mark.parametrize("output_layer", ["equal", "different"])
+def test_a_tied_folder_with_an_output_layer_of_its_own_is_refused(
+    world: DistWorld, make_model: MakeModel, tmp_path: Path, output_layer: str
+) -> None:
+    source = make_model("qwen2", tie_word_embeddings=True)
+    tensors = load_file(source / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone() if output_layer == "equal" else embedding.flip(0)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)  # as in old folders: not a weight
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    arguments = {"layout": ParallelismConfig(), "folder": str(tmp_path), "bucket_bytes": 5000}
+    if output_layer == "equal":
+        ((_, _, state),) = world.run(export_job, parallelism=ParallelismConfig(), **arguments)
+        assert "lm_head.weight" not in state and torch.equal(state["model.embed_tokens.weight"], embedding)
+        return
+    with pytest.raises(RankError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
+        world.run(export_job, parallelism=ParallelismConfig(), **arguments)

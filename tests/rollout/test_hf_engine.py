@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import CapabilityError, EngineError
@@ -68,6 +69,8 @@ def test_a_batch_past_its_deadline_is_an_error_and_gives_the_model_free(
 
 
 def test_stop_ends_a_batch_under_way(engine: HFEngine, run: Run[Any]) -> None:
+    engine._end_tokens = torch.zeros(0, dtype=torch.long)  # nothing ends a sample before its length
+
     async def stop_while_generating() -> None:
         generating = asyncio.create_task(generate(engine, 100_000))
         await asyncio.sleep(0.3)

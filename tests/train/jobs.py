@@ -75,7 +75,8 @@ def train_once(
     trainer: ModelTrainer
     if role == "actor":
         trainer = ActorTrainer(config, backend=CPU)
-        numbers, metrics = trainer.compute_log_probs(rollouts_of(experience), micro_batches)
+        fields, metrics = trainer.compute_log_probs(rollouts_of(experience), micro_batches)
+        numbers = None if fields is None else fields.log_probs
     else:
         trainer = CriticTrainer(config, backend=CPU)
         numbers, metrics = trainer.compute_values(rollouts_of(experience), micro_batches)
@@ -207,7 +208,7 @@ def follow_reference(folder: str, layout: ParallelismConfig, optim: OptimConfig)
 
     def log_probs(*, reference: bool) -> np.ndarray | None:
         found, _ = trainer.compute_log_probs(batch, micro_batches, reference=reference)
-        return None if found is None else found.values
+        return None if found is None else found.log_probs.values
 
     start, reference_before = log_probs(reference=False), log_probs(reference=True)
     trainer.update(experience, whole_request())
@@ -242,9 +243,9 @@ def step_of_each_split(folder: str, splits: list[MicroBatches], dtype: Dtype) ->
     for index, micro_batches in enumerate(splits):
         trainer = ActorTrainer(config, backend=CPU)
         if index == 0:
-            log_probs, _ = trainer.compute_log_probs(rollouts_of(experience), micro_batches)
-            assert log_probs is not None
-            experience = replace(experience, old_log_probs=log_probs.values)
+            fields, _ = trainer.compute_log_probs(rollouts_of(experience), micro_batches)
+            assert fields is not None
+            experience = replace(experience, old_log_probs=fields.log_probs.values)
         metrics = trainer.update(experience, request_of(experience, micro_batches))
         steps.append(Step(metrics=values(metrics), gradients=gradients_now(trainer)))
     return steps
