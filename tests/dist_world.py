@@ -23,6 +23,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -134,10 +135,12 @@ class DistWorld:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody listens on, below those that the system gives to connections (they could take it)."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(rank: int, address: str) -> None:

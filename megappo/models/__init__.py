@@ -2,6 +2,6 @@
 
 Owns: `architecture` and `families` (torch-free: what a model folder describes); `layer_specs`, `attention`, `norm`,
 `value_head`, `gpt` and `build` (the model chunks of this rank); `parameters`, `load`, `export` and `save` (Hugging Face
-weights in and out). Imports `weights`, `device` and `config`; must not import ray or train. To add a family: add its name table to
-`megappo.weights.name_map` and a `FAMILIES.register` line to `families`.
+weights in and out). Imports `weights`, `device` and `config`; must not import ray or train. To add a family: add its
+name table to `megappo.weights.name_map` and a `FAMILIES.register` line to `families`.
 """

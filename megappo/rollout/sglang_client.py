@@ -60,6 +60,11 @@ class SGLangClient:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
+    async def freeze_objects(self, *, timeout_s: float) -> None:
+        """Take the objects of start-up out of Python's garbage collection: on a CPU every flush of the cache collects,
+        which would walk all of them (0.5 s)."""
+        await self._call("freeze objects", "POST", "/freeze_gc", {}, timeout_s)
+
     async def generate(
         self, request: GenerateRequest, sampling: SamplingConfig, *, end_tokens: list[int], timeout_s: float
     ) -> GroupOutput:

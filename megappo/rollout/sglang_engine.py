@@ -58,6 +58,7 @@ class SGLangEngine:
             await self.stop()
             raise
         self._server.release_ports()
+        await self._client.freeze_objects(timeout_s=self._config.request_timeout_s)
 
     async def _wait_until_listening(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s

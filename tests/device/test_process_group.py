@@ -32,7 +32,7 @@ def sglang_init_group() -> Any:
     return names["init_custom_process_group"]
 
 
-def exchange(port: int, world_port: int, engine: str) -> list[float]:
+def exchange(ports: list[int], world_port: int, engine: str) -> list[float]:
     """Processes 0 and 1 are trainers with a world of their own, process 2 is an engine outside of it; 0 sends."""
     rank = int(os.environ["RANK"])
     if rank < 2:
@@ -40,19 +40,19 @@ def exchange(port: int, world_port: int, engine: str) -> list[float]:
             rank=rank, world_size=2, address="127.0.0.1", port=world_port, backend=backend.CPU, timeout_s=60
         )
     received = []
-    for round_number in range(2):  # a group can be left and joined again
+    for round_number, port in enumerate(ports):  # a group can be left and another one joined
         name = f"weights-{round_number}"
         flat = torch.full((5,), 7.0 + round_number) if rank == 0 else torch.zeros(5)
         if rank == 0 or (rank == 2 and engine == "ours"):
             options = {"name": name, "world_size": 2, "rank": min(rank, 1), "backend": backend.CPU, "timeout_s": 60}
-            group = process_group.init_named_group(address="127.0.0.1", port=port + round_number, **options)
+            group = process_group.init_named_group(address="127.0.0.1", port=port, **options)
             assert process_group.named_group(name) is group
             dist.broadcast(flat, src=0, group=group)
             process_group.destroy_named_group(name)
         elif rank == 2:
             group = sglang_init_group()(
                 backend="gloo",
-                init_method=f"tcp://127.0.0.1:{port + round_number}",
+                init_method=f"tcp://127.0.0.1:{port}",
                 world_size=2,
                 rank=1,
                 group_name=name,
@@ -93,8 +93,8 @@ def nothing() -> None: ...
 def test_a_named_group_reaches_an_engine_outside_the_trainers_world(world: DistWorld, engine: str) -> None:
     if engine == "sglang" and sglang_init_group() is None:
         pytest.skip("SGLang is not installed")
-    port = free_port()
-    results = world.run(exchange, world_size=3, port=port, world_port=free_port(), engine=engine)
+    ports = [free_port(), free_port()]
+    results = world.run(exchange, world_size=3, ports=ports, world_port=free_port(), engine=engine)
     assert results == [[35, 40], [0, 0], [35, 40]]
 
 
