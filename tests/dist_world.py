@@ -137,7 +137,7 @@ class DistWorld:
 def free_port() -> int:
     """Return a port that nobody listens on, below those that the system gives to connections (they could take it)."""
     while True:
-        port = random.randrange(20000, 32000)
+        port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
