@@ -63,13 +63,24 @@ class TrainingWorker:
         self.spec = spec
         self.config = config
         self._shards: dict[tuple[int, ...], RolloutBatch] = {}
+        self._reserved: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Return this node's address and a free port on it."""
+        """Return this node's address and a port on it that stays reserved until the group has met there.
+
+        The socket is bound and does not listen: the kernel gives its port to nobody else, while torch's store, which
+        binds with SO_REUSEADDR, may listen on it.
+        """
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind((address, 0))
+        return address, self._reserved.getsockname()[1]
+
+    def _release_port(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     def device_ids(self) -> list[str]:
         """Return the accelerator ids that Ray gave this process (none on CPU)."""
@@ -94,6 +105,7 @@ class TrainingWorker:
             backend=backend,
             timeout_s=self.config.cluster.start_timeout_s,
         )
+        self._release_port()
         init_model_parallel(parallelism, seed=self.config.seed)
         return backend
 
@@ -258,6 +270,7 @@ class ActorWorker(TrainingWorker):
             )
         )
         self._sender.join()
+        self._release_port()
 
     def send_weights(self) -> None:
         """Send this stage's weights bucket by bucket. All tensor ranks gather; the source sends."""

@@ -65,26 +65,6 @@ def model_fits_its_pool(config: RunConfig) -> list[Violation]:
     return violations
 
 
-def experts_fit_their_pool(config: RunConfig) -> list[Violation]:
-    """expert * expert_tensor * pipeline divides the pool's devices."""
-    violations: list[Violation] = []
-    for role, layout, pool in trained_models(config):
-        devices = config.cluster.pools.get(pool)
-        product = layout.expert * layout.expert_tensor * layout.pipeline
-        if layout.expert <= 1 or layout.expert_tensor <= 0 or not devices or product <= 0 or devices % product == 0:
-            continue
-        violations.append(
-            Violation(
-                key=f"{role}.parallelism.expert",
-                value=layout.expert,
-                rule=f"times expert_tensor {layout.expert_tensor} and pipeline {layout.pipeline} must divide "
-                f"the {devices} devices of pool {pool!r}",
-                remedy=f"make the product one of {divisors(devices)}",
-            )
-        )
-    return violations
-
-
 def engines_fit_their_pool(config: RunConfig) -> list[Violation]:
     """All rollout engines together need no more devices than their pool has."""
     devices = config.cluster.pools.get(config.cluster.rollout)

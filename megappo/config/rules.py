@@ -1,11 +1,12 @@
 """Rules between keys. Each is a function named for the rule that returns the violations it finds; none stops at the
 first. `megappo config` checks what needs no file system (`check_config`); a run adds `check_files`.
 
-To add one: write the function beside those of its kind (`value_rules`, `layout_rules`, `file_rules`) and list it here.
+To add one: write the function beside those of its kind (`value_rules`, `layout_rules`, `capability_rules`,
+`file_rules`) and list it here.
 Those of the algorithm section, which `megappo inspect algorithm` shares, are in `algorithm_rules`.
 """
 
-from megappo.config import file_rules, layout_rules, value_rules
+from megappo.config import capability_rules, file_rules, layout_rules, value_rules
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
 from megappo.config.algorithm_rules import algorithm_violations
 from megappo.config.model_shape import random_model_shape
@@ -29,10 +30,12 @@ _CONFIG_RULES = (
     value_rules.cpu_engine_names_its_cache,
     layout_rules.pool_of_each_role_exists,
     layout_rules.model_fits_its_pool,
-    layout_rules.experts_fit_their_pool,
     layout_rules.engines_fit_their_pool,
     layout_rules.sequence_parallel_needs_tensor_parallel,
     layout_rules.virtual_pipeline_needs_stages,
+    capability_rules.sequences_stay_whole,
+    capability_rules.experts_stay_together,
+    capability_rules.broadcast_needs_devices_of_its_own,
 )
 
 _FILE_RULES = (

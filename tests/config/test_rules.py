@@ -91,14 +91,24 @@ def test_a_layout_that_leaves_devices_over_is_refused(config: RunConfig) -> None
     assert message.startswith("actor.parallelism=2 (tensor 2 * pipeline 1 * context 1) must divide the 3 devices")
 
 
-def test_experts_divide_the_ranks_of_a_stage(config: RunConfig) -> None:
+def test_what_is_not_built_is_refused_before_a_worker_starts(config: RunConfig) -> None:
     config.cluster.pools = {"main": 8}
-    config.actor.parallelism.pipeline = 2
+    config.actor.parallelism.context = 2
     config.actor.parallelism.expert = 4
-    assert messages(config) == []
-    config.actor.parallelism.expert = 8
+    assert messages(config) == [
+        "actor.parallelism.context=2 must be 1: packed sequences are not split over ranks "
+        "(use actor.parallelism.tensor with sequence=true for long sequences)",
+        "actor.parallelism.expert=4 must be 1: no family with experts can be trained (remove it)",
+    ]
+
+
+def test_engines_on_the_gpus_of_the_trainer_cannot_get_weights_by_broadcast(config: RunConfig) -> None:
+    config.cluster.device = DeviceKind.cuda
     (violation,) = check_config(config)
-    assert violation.key == "actor.parallelism.expert"
+    assert violation.key == "cluster.rollout" and "gpu" in violation.remedy
+    config.cluster.pools = {"main": 2, "engines": 1}
+    config.cluster.rollout = "engines"
+    assert messages(config) == []
 
 
 def test_tensor_parallelism_divides_heads_and_key_value_heads(config: RunConfig) -> None:

@@ -1,1 +1,0 @@
-"""Predictions without devices: memory and layouts. Torch-free."""
