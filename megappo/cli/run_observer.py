@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from megappo.observability.console import RunConsole
 from megappo.observability.metrics import Metrics, values
 from megappo.observability.plot import Curve, plot_reward_curve
 from megappo.observability.run_directory import RunDirectory, write_summary
-from megappo.observability.tracker import Tracker
+from megappo.observability.tracker import Tracker, keep_lines
 
 _WINDOW = 10
 """Steps averaged at both ends of a run for the summary."""
 _DIFFERENCE = "actor/rollout_log_prob_diff/max"
+_VALIDATION = "val/reward/mean"
 _TRACKER_STATUS = {"completed": "finished", "interrupted": "interrupted"}
 """How a run ended -> how trackers call it; anything else is a failure."""
 
@@ -46,26 +47,38 @@ class RunObserver:
         """Something that takes time begins."""
         self._console.phase(text)
 
+    def on_start(self, step: int, checkpoint: Path | None) -> None:
+        """Go on with the record of a resumed run: lines after its checkpoint are dropped, those before count."""
+        self.last_step = step
+        self._saved = checkpoint
+        for line in keep_lines(self._directory.metrics, last_step=step):
+            self._remember(line["step"], line)
+
     def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
         """Record a finished step."""
         self.last_step = step
         numbers = values(result.metrics)
         for tracker in self._trackers:
             tracker.log(step, numbers)
+        self._remember(step, numbers)
+        self._write_rollouts(step, result.rollouts)
+        self._console.step(step, total_steps, numbers)
+
+    def _remember(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Keep what the summary and the curve need of one step."""
         self._rewards.append((step, numbers["reward/mean"]))
         self._weight_version = round(numbers["weights/version"])
         if self._first_difference is None:
             self._first_difference = numbers.get(_DIFFERENCE)
-        self._write_rollouts(step, result.rollouts)
-        self._console.step(step, total_steps, numbers)
+        if _VALIDATION in numbers:
+            self._validations.append((step, numbers[_VALIDATION]))
 
     def on_validation(self, step: int, metrics: Metrics, rollouts: ScoredRollouts) -> None:
-        """Record a finished validation."""
-        numbers = values(metrics)
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
-        self._validations.append((step, numbers["val/reward/mean"]))
-        self._console.note(f"validation after step {step}: mean reward {numbers['val/reward/mean']:.3f}")
+        """Tell of a finished validation; its numbers are in the line of the step before it, if there is one."""
+        reward = values(metrics)[_VALIDATION]
+        if step == 0:
+            self._validations.append((step, reward))
+        self._console.note(f"validation after step {step}: mean reward {reward:.3f}")
 
     def on_checkpoint(self, folder: Path) -> None:
         """Remember the newest checkpoint."""
@@ -101,6 +114,8 @@ class RunObserver:
             "wall_s": round(time.monotonic() - self._start, 1),
             "reward_first_10": float(np.mean(rewards[:_WINDOW])) if rewards else None,
             "reward_last_10": float(np.mean(rewards[-_WINDOW:])) if rewards else None,
+            "val_reward_first": self._validations[0][1] if self._validations else None,
+            "val_reward_last": self._validations[-1][1] if self._validations else None,
             "log_prob_diff_first_step_max": self._first_difference,
             "weight_version": self._weight_version,
             "exit": exit_reason,

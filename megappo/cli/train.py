@@ -3,25 +3,27 @@
 import json
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from megappo.algo.advantages import needs_values
 from megappo.algo.kl import KLCoefficient
 from megappo.balance.workload import workload_of_model
+from megappo.cli.run_data import RunData, make_data
 from megappo.cli.run_observer import RunObserver
 from megappo.cluster.session import Session
+from megappo.config.capability_rules import broadcast_needs_devices_of_its_own
+from megappo.config.cluster import DeviceKind
 from megappo.config.rules import start_up_notes
 from megappo.config.run import RunConfig
 from megappo.config.store import resolved_yaml
 from megappo.controller.evaluate import evaluate
 from megappo.controller.loop import PPOController
 from megappo.controller.step import Components
-from megappo.data.prompts import load_prompts
-from megappo.data.sampler import PromptSampler
-from megappo.data.tokenizer import load_tokenizer
 from megappo.data.types import Prompt
 from megappo.device.backend import Backend, resolve_backend
-from megappo.errors import MegappoError
+from megappo.errors import ConfigError, MegappoError
 from megappo.observability.console import AnswerRow, RunConsole
 from megappo.observability.logging import log_to_file
 from megappo.observability.mlflow_tracker import MlflowTracker, open_command, store_uri
@@ -33,21 +35,25 @@ _SHOWN_ANSWERS = 5
 
 
 def train(config: RunConfig) -> int:
-    """Run the configured training; returns the exit code (0 done, 1 failed, 130 interrupted)."""
+    """Run the configured training; returns the exit code (0 done, 1 failed, 2 refused, 130 interrupted)."""
+    stored = resolved_yaml(config)
     backend = resolve_backend(config.cluster.device)
-    directory = open_run_directory(config.run, resume=config.trainer.resume)
-    write_atomically(directory.config, resolved_yaml(config))
-    log_to_file(directory.logs / "controller.log")
+    config = settle(config, backend)
     signal.signal(signal.SIGTERM, _interrupt)
     with RunConsole() as console:
-        if directory.moved_aside is not None:
-            console.note(f"the earlier run of this name is now in {directory.moved_aside}")
-        observer = RunObserver(config, directory, console=console, trackers=make_trackers(config, directory, console))
         for note in start_up_notes(config):
             console.note(note)
+        console.phase("reading prompts")
+        data = make_data(config, console)
+        directory = open_run_directory(config.run, resume=config.trainer.resume)
+        if directory.moved_aside is not None:
+            console.note(f"the earlier run of this name is now in {directory.moved_aside}")
+        write_atomically(directory.config, stored)
+        log_to_file(directory.logs / "controller.log")
+        observer = RunObserver(config, directory, console=console, trackers=make_trackers(config, directory, console))
         exit_reason, code = "failed", 1
         try:
-            _run(config, backend, directory, console, observer)
+            _run(config, backend, directory, console, observer, data)
             exit_reason, code = "completed", 0
         except KeyboardInterrupt:
             exit_reason, code = "interrupted", 130
@@ -60,17 +66,43 @@ def train(config: RunConfig) -> int:
     return code
 
 
-def _run(
-    config: RunConfig, backend: Backend, directory: RunDirectory, console: RunConsole, observer: RunObserver
+def settle(config: RunConfig, backend: Backend) -> RunConfig:
+    """Return the configuration with the device that `auto` stands for and with absolute paths: workers of a running
+    cluster have another working directory.
+
+    Raises:
+        ConfigError: the device breaks a rule that `auto` left open.
+    """
+    settled = replace(
+        config,
+        cluster=replace(config.cluster, device=DeviceKind(backend.kind)),
+        model=replace(config.model, path=str(Path(config.model.path).resolve())),
+        critic=replace(config.critic, path=_absolute(config.critic.path)),
+        reward=replace(config.reward, model_path=_absolute(config.reward.model_path)),
+    )
+    if violations := broadcast_needs_devices_of_its_own(settled):
+        raise ConfigError(violations)
+    return settled
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
+
+
+def _run(  # the composition root names every part
+    config: RunConfig,
+    backend: Backend,
+    directory: RunDirectory,
+    console: RunConsole,
+    observer: RunObserver,
+    data: RunData,
 ) -> None:
     """Start the processes, run the loop and stop them."""
-    console.phase("reading prompts")
-    sampler, validation = make_data(config)
     with Session(config, backend=backend, log_dir=directory.logs, report=console.phase) as session:
         session.start_training()
         parts = Components(
             config=config,
-            sampler=sampler,
+            sampler=data.sampler,
             rollout=session.rollout,
             reward=session.reward,
             actor=session.actor,
@@ -80,30 +112,14 @@ def _run(
             workload=workload_of_model(json.loads((Path(config.model.path) / "config.json").read_text())),
         )
         controller = PPOController(
-            parts, validation=validation, checkpoint_dir=directory.checkpoints, observer=observer
+            parts, validation=data.validation, checkpoint_dir=directory.checkpoints.resolve(), observer=observer
         )
-        shown = validation[:_SHOWN_ANSWERS]
+        shown = data.validation[:_SHOWN_ANSWERS]
         controller.prepare()
         before = answers(parts, shown)
         controller.fit()
         console.answers(compare_answers(before, answers(parts, shown)))
         console.phase("stopping engines and workers")
-
-
-def make_data(config: RunConfig) -> tuple[PromptSampler, list[Prompt]]:
-    """Return the training sampler and the validation prompts."""
-    tokenizer = load_tokenizer(config.model.path)
-    loaded = load_prompts(config.data.train, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
-    sampler = PromptSampler(
-        loaded.prompts,
-        batch_size=config.batching.prompts_per_step,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-    )
-    if config.data.validation is None:
-        return sampler, []
-    held_out = load_prompts(config.data.validation, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
-    return sampler, held_out.prompts
 
 
 def make_trackers(config: RunConfig, directory: RunDirectory, console: RunConsole) -> list[Tracker]:
@@ -151,19 +167,28 @@ def compare_answers(before: Sequence[tuple[Sample, float]], after: Sequence[tupl
 def report(config: RunConfig, directory: RunDirectory, console: RunConsole, summary: Mapping[str, object]) -> None:
     """Print the summary, where things are, and what to do next."""
     console.table(f"Run {config.run.name}", [(name, _shown(value)) for name, value in summary.items()])
-    places = [f"metrics      {directory.metrics}", f"reward curve {directory.curve}", f"logs         {directory.logs}"]
+    files = {"metrics": directory.metrics, "reward curve": directory.curve, "logs": directory.logs}
+    places = [f"{name:<13}{path}" for name, path in files.items() if path.exists()]
     if config.tracking.mlflow:
         uri = store_uri(config.tracking.mlflow_uri, directory.database)
-        places.append(f"in MLflow    {open_command(uri)}")
+        places.append(f"{'in MLflow':<13}{open_command(uri)}")
     console.lines("Look at", places)
-    console.lines(
-        "Next",
-        [
-            "megappo train experiment=quickstart_ppo      # the same task with a critic (GAE)",
-            "megappo train experiment=quickstart rollout=hf seed=1 run.name=second",
-            "megappo config experiment=quickstart         # every key you can set",
-        ],
-    )
+    console.lines("Next", next_steps(config, directory, completed=summary["exit"] == "completed"))
+
+
+def next_steps(config: RunConfig, directory: RunDirectory, *, completed: bool) -> list[str]:
+    """Return what to do now, by how the run ended."""
+    if not completed:
+        steps = [f"look into {directory.logs}/ (a file per process)"]
+        if (directory.checkpoints / "latest").exists():
+            steps.append("the same command with trainer.resume=auto goes on from the last checkpoint")
+        return steps
+    steps = [f"megappo train ... run.name={config.run.name} seed=1      # another seed; this run is kept aside"]
+    if config.trainer.save_freq < 0:
+        steps.append("megappo train ... trainer.save_freq=50             # keep checkpoints")
+    if needs_values(config.algorithm):
+        return steps
+    return [*steps, "megappo train experiment=quickstart_ppo            # the quickstart task with a critic (GAE)"]
 
 
 def _shown(value: object) -> str:

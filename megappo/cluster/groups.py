@@ -45,11 +45,11 @@ class TrainingGroup:
         parallelism: ParallelismConfig,
         slots: Sequence[Slot],
         log_dir: Path,
-        timeout_s: float,
     ) -> None:
         self.layout = layout_of(parallelism, len(slots))
         self.role = role
-        self._timeout_s = timeout_s
+        self._start_timeout_s = config.cluster.start_timeout_s
+        self._timeout_s = config.cluster.call_timeout_s
         self._log_paths = [log_dir / f"{role}-{rank}.log" for rank in range(len(slots))]
         self._places = ["starting"] * len(slots)
         self.workers: list[Any] = []
@@ -59,14 +59,16 @@ class TrainingGroup:
 
     def start(self) -> list[Call]:
         """Begin to build the models; returns the calls to wait for."""
-        self._places = gather(self.calls("identity"), phase="start", timeout_s=self._timeout_s)
-        address, port = gather([self.call(0, "rendezvous")], phase="start", timeout_s=self._timeout_s)[0]
+        self._places = gather(self.calls("identity"), phase="start", timeout_s=self._start_timeout_s)
+        address, port = gather([self.call(0, "rendezvous")], phase="start", timeout_s=self._start_timeout_s)[0]
         return self.calls("setup", address, port)
 
     def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
         """Start one method on one rank."""
         ref = getattr(self.workers[rank], method).remote(*args, **kwargs)
-        return Call(ref=ref, worker=f"{self.role} rank {rank} ({self._places[rank]})", log_path=self._log_paths[rank])
+        return Call(
+            ref=ref, worker=f"{self.role} rank {rank} ({self._places[rank]})", log_paths=(self._log_paths[rank],)
+        )
 
     def calls(self, method: str, *args: Any, **kwargs: Any) -> list[Call]:
         """Start one method with the same arguments on every rank."""
@@ -141,7 +143,7 @@ class TrainingGroup:
 class CriticGroup(TrainingGroup):
     """The critic's processes (port: CriticClient)."""
 
-    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], log_dir: Path, timeout_s: float) -> None:
+    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], log_dir: Path) -> None:
         super().__init__(
             CriticWorker,
             config,
@@ -149,7 +151,6 @@ class CriticGroup(TrainingGroup):
             parallelism=config.critic.parallelism,
             slots=slots,
             log_dir=log_dir,
-            timeout_s=timeout_s,
         )
 
     def compute_values(self, shards: Sequence[Shard], plan: Plan) -> tuple[list[Ref[TokenField]], Metrics]:
@@ -160,7 +161,7 @@ class CriticGroup(TrainingGroup):
 class ActorGroup(TrainingGroup):
     """The actor's processes (port: ActorClient)."""
 
-    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], log_dir: Path, timeout_s: float) -> None:
+    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], log_dir: Path) -> None:
         super().__init__(
             ActorWorker,
             config,
@@ -168,7 +169,6 @@ class ActorGroup(TrainingGroup):
             parallelism=config.actor.parallelism,
             slots=slots,
             log_dir=log_dir,
-            timeout_s=timeout_s,
         )
 
     def compute_log_probs(

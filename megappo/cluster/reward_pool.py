@@ -11,12 +11,8 @@ from megappo.cluster.placement import Slot
 from megappo.cluster.runtime import Call, describe_process, gather
 from megappo.config.run import RunConfig
 from megappo.controller.ports import FinishedGroup
-from megappo.errors import WorkerError
 from megappo.observability.logging import redirect_process_output
 from megappo.rewards.types import Reward, Sample
-
-_SHOWN_GROUPS = 8
-"""Groups whose texts come back for the rollout log."""
 
 
 class RewardWorker:
@@ -25,23 +21,18 @@ class RewardWorker:
     def __init__(self, config: RunConfig, log_path: Path) -> None:
         redirect_process_output(log_path)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        from megappo.rewards import make_reward
-
-        self._reward = make_reward(config.reward)
-        self._name = config.reward.name
+        self._config = config.reward
 
     def ready(self) -> str:
-        """Return, once the reward is loaded, where this process runs."""
+        """Load the reward; returns where this process runs."""
+        from megappo.rewards import make_reward
+
+        self._reward = make_reward(self._config)
         return describe_process()
 
     def score(self, samples: list[Sample]) -> list[Reward]:
         """Score one group, in order."""
-        rewards = self._reward.score(samples)
-        if len(rewards) != len(samples):
-            raise WorkerError(
-                f"reward {self._name!r} returned {len(rewards)} rewards for {len(samples)} samples (one each is needed)"
-            )
-        return rewards
+        return self._reward.score(samples)
 
 
 class RewardPool:
@@ -50,7 +41,8 @@ class RewardPool:
     def __init__(self, config: RunConfig, *, slots: Sequence[Slot], log_dir: Path) -> None:
         """Start one process per slot, or `reward.workers` processes without a device when there are no slots."""
         self._timeout_s = config.reward.timeout_s
-        self._start_timeout_s = config.cluster.start_timeout_s
+        # Enough groups for the rollout log, and for the answers shown before and after.
+        self._shown_groups = max(8, -(-config.trainer.num_rollout_samples // config.batching.samples_per_prompt))
         options = [slot.options() for slot in slots] or [{"num_cpus": 0}] * config.reward.workers
         self._log_paths = [log_dir / f"reward-{index}.log" for index in range(len(options))]
         self._workers: list[Any] = [
@@ -66,7 +58,7 @@ class RewardPool:
 
     def _call(self, index: int, method: str, *args: Any) -> Call:
         ref = getattr(self._workers[index], method).remote(*args)
-        return Call(ref=ref, worker=f"reward worker {index}", log_path=self._log_paths[index])
+        return Call(ref=ref, worker=f"reward worker {index}", log_paths=(self._log_paths[index],))
 
     def submit(self, group: FinishedGroup) -> None:
         """Start scoring a group on the next worker."""
@@ -77,13 +69,15 @@ class RewardPool:
         """Wait for all submitted groups; see the port."""
         pending, self._pending = self._pending, []
         pending.sort(key=lambda item: item[0].sequences[0].sequence_id)
-        results = gather([call for _, call in pending], phase="score", timeout_s=self._timeout_s)
+        # Calls queue at the workers, and the deadline is one call's.
+        queued = -(-len(pending) // len(self._workers))
+        results = gather([call for _, call in pending], phase="score", timeout_s=self._timeout_s * max(1, queued))
         rewards: dict[int, Reward] = {}
         samples: dict[int, Sample] = {}
         for position, ((group, _), scored) in enumerate(zip(pending, results)):
             for info, reward in zip(group.sequences, scored, strict=True):
                 rewards[info.sequence_id] = reward
-            if position < _SHOWN_GROUPS:
+            if position < self._shown_groups:
                 texts: list[Sample] = ray.get(group.samples)  # type: ignore[call-overload]  # the Ref is an ObjectRef
                 samples.update({info.sequence_id: text for info, text in zip(group.sequences, texts)})
         return rewards, samples

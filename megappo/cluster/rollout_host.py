@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
 
 from megappo.batch.fields import offsets_of
@@ -20,7 +19,7 @@ from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, SequenceInfo
 from megappo.observability.logging import redirect_process_output
 from megappo.rewards.types import Sample
-from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
+from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, RolloutEngine, WeightGroup
 from megappo.weight_sync.push import StageSource, push_weights
 
 
@@ -51,44 +50,37 @@ class RolloutHost:
 
     def __init__(self, spec: HostSpec, config: RunConfig) -> None:
         redirect_process_output(spec.log_path)
-        from megappo.data.tokenizer import load_tokenizer
-        from megappo.rollout import ENGINES
-
         if spec.visible_devices:
             # Ray shows this process one device; an engine over several bundles needs them all.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
         self.spec = spec
         self.config = config
-        self._tokenizer = load_tokenizer(config.model.path)
-        self._engine = ENGINES.get(config.rollout.engine)(
-            EngineSpec(
-                config=config.rollout,
-                model=config.model,
-                device=spec.device,
-                index=spec.index,
-                seed=config.seed,
-                log_path=spec.engine_log_path,
-                weight_timeout_s=config.weight_sync.timeout_s,
-            )
-        )
+        self._engine_made = False
         self._stored: dict[int, _Stored] = {}
 
     async def start(self) -> None:
-        """Start the engine; returns when it answers."""
+        """Load the tokenizer and start the engine; returns when it answers."""
+        from megappo.data.tokenizer import load_tokenizer
+        from megappo.rollout import ENGINES
+
+        self._tokenizer = load_tokenizer(self.config.model.path)
+        self._engine: RolloutEngine = ENGINES.get(self.config.rollout.engine)(
+            EngineSpec(
+                config=self.config.rollout,
+                model=self.config.model,
+                device=self.spec.device,
+                index=self.spec.index,
+                seed=self.config.seed,
+                log_path=self.spec.engine_log_path,
+                weight_timeout_s=self.config.weight_sync.timeout_s,
+            )
+        )
+        self._engine_made = True
         await self._engine.start()
 
     async def identity(self) -> str:
         """Return where this process runs."""
         return describe_process()
-
-    async def process_ids(self) -> list[int]:
-        """Return the process ids of this host and everything it started."""
-        own = psutil.Process()
-        return [own.pid, *(child.pid for child in own.children(recursive=True))]
-
-    async def rendezvous(self) -> tuple[str, int]:
-        """Return this node's address and the number of engine ranks in a weight group."""
-        return ray.util.get_node_ip_address(), self.config.rollout.tensor
 
     async def generate(
         self, draws: Sequence[Draw], sampling: SamplingConfig, seed: int
@@ -193,4 +185,5 @@ class RolloutHost:
 
     async def stop(self) -> None:
         """End the engine."""
-        await asyncio.wait_for(self._engine.stop(), timeout=8.0)
+        if self._engine_made:
+            await asyncio.wait_for(self._engine.stop(), timeout=5.0)

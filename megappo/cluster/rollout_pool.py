@@ -17,6 +17,10 @@ from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, FinishedGroup, Shard
 from megappo.rollout.engine import WeightGroup
 
+_STARTING = "starting"
+_STOP_S = 5.0
+"""Longest wait for engines to end by themselves."""
+
 
 class _DeviceHolder:
     """Keeps a device of a multi-device engine reserved and tells its id."""
@@ -30,7 +34,7 @@ class RolloutPool:
 
     def __init__(self, config: RunConfig, *, slots: Sequence[Slot], device: DeviceKind, log_dir: Path) -> None:
         self._config = config
-        self._log_paths: list[Path] = []
+        self._log_paths: list[tuple[Path, Path]] = []
         self._hosts: list[Any] = []
         self._places: list[str] = []
         self._holders: list[Any] = []
@@ -45,23 +49,24 @@ class RolloutPool:
                 device=device,
                 visible_devices=self._reserve(mine) if device is DeviceKind.cuda else [],
             )
-            self._log_paths.append(engine_log)
-            self._places.append("starting")
+            self._log_paths.append((engine_log, spec.log_path))
+            self._places.append(_STARTING)
             self._hosts.append(ray.remote(RolloutHost).options(**mine[0].options()).remote(spec, config))
 
     def _reserve(self, slots: Sequence[Slot]) -> list[str]:
         """Hold all devices of one engine; returns their ids."""
         holders: list[Any] = [ray.remote(_DeviceHolder).options(**slot.options()).remote() for slot in slots[1:]]
         probe: Any = ray.remote(_DeviceHolder).options(**slots[0].options()).remote()
-        ids = [ids[0] for ids in ray.get([holder.device_ids.remote() for holder in (probe, *holders)])]
+        ids = [
+            ids[0]
+            for ids in ray.get(
+                [holder.device_ids.remote() for holder in (probe, *holders)],
+                timeout=self._config.cluster.start_timeout_s,
+            )
+        ]
         ray.kill(probe)
         self._holders += holders
         return ids
-
-    @property
-    def num_engines(self) -> int:
-        """Engines in the pool."""
-        return len(self._hosts)
 
     @property
     def num_ranks(self) -> int:
@@ -75,7 +80,7 @@ class RolloutPool:
     def call(self, index: int, method: str, *args: Any) -> Call:
         """Start one method on one engine host."""
         ref = getattr(self._hosts[index], method).remote(*args)
-        return Call(ref=ref, worker=self._name(index), log_path=self._log_paths[index])
+        return Call(ref=ref, worker=self._name(index), log_paths=self._log_paths[index])
 
     def _name(self, index: int) -> str:
         return f"rollout engine {index} ({self._places[index]})"
@@ -103,21 +108,20 @@ class RolloutPool:
         while streams:
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=timeout_s)
             if not ready:
-                worker = ", ".join(self._name(index) for index in streams.values())
-                error = TimeoutError(f"no group finished within {timeout_s:.0f} s")
-                raise self._failure(error, next(iter(streams.values())), worker)
+                index = next(iter(streams.values()))
+                raise self._failure(TimeoutError(f"no group finished within {timeout_s:.0f} s"), index)
             stream: Any = ready[0]
-            index = streams[stream]
             try:
                 sequences = ray.get(next(stream))
                 yield FinishedGroup(sequences=sequences, samples=next(stream))
             except StopIteration:
                 del streams[stream]
             except RayError as error:
-                raise self._failure(error, index, self._name(index)) from None
+                raise self._failure(error, streams[stream]) from None
 
-    def _failure(self, error: Exception, index: int, worker: str) -> Exception:
-        return describe_failure(error, worker=worker, phase="generate", log_path=self._log_paths[index])
+    def _failure(self, error: Exception, index: int) -> Exception:
+        call = Call(ref=None, worker=self._name(index), log_paths=self._log_paths[index])
+        return describe_failure(error, call=call, phase="generate")
 
     def pack(self, shards: Sequence[Sequence[int]], *, keep: Sequence[int] = ()) -> list[Shard]:
         """Cut sampled sequences into shards; the engines forget all but those to `keep`."""
@@ -150,10 +154,6 @@ class RolloutPool:
             for index in range(len(self._hosts))
         ]
 
-    def process_ids(self) -> list[list[int]]:
-        """Return, per engine, the process ids of its host and everything it started."""
-        return gather(self.calls("process_ids"), phase="process_ids", timeout_s=30.0)
-
     def sleep(self) -> None:
         """Release engine memory for training."""
         gather(self.calls("sleep"), phase="sleep", timeout_s=self._config.weight_sync.timeout_s)
@@ -164,7 +164,9 @@ class RolloutPool:
 
     def stop(self) -> None:
         """End all engines; a host that does not answer is killed with its engine."""
-        stops = [host.stop.remote() for host in self._hosts]
-        ray.wait(stops, num_returns=len(stops), timeout=8.0)
+        # A host that has not answered yet is still importing and would not hear us; it has started nothing either.
+        stops = [host.stop.remote() for host, place in zip(self._hosts, self._places) if place != _STARTING]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=_STOP_S)
         for worker in (*self._hosts, *self._holders):
             ray.kill(worker)

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megappo.config.cluster import ClusterConfig
-from megappo.errors import EngineError, MegappoError, WorkerError
+from megappo.errors import ConfigError, EngineError, MegappoError, WorkerError
 from megappo.observability.logging import get_logger, tail
 
 logger = get_logger(__name__)
@@ -29,8 +31,9 @@ class Call:
     # Any: the object reference of whatever the method returns.
     ref: Any
     worker: str
-    """Role and rank, for messages: `actor rank 1`."""
-    log_path: Path
+    """Role, rank and place, for messages: `actor rank 1 (pid 17 on 10.0.0.1)`."""
+    log_paths: tuple[Path, ...]
+    """Its logs, the most telling one first."""
 
 
 def describe_process() -> str:
@@ -40,6 +43,21 @@ def describe_process() -> str:
 
 def start_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
     """Connect to the configured Ray cluster, or start Ray on this machine with `num_cpus` logical CPUs."""
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        _init_ray(cluster, num_cpus=num_cpus)
+    except ConnectionError as error:
+        raise WorkerError(
+            f"cluster.address={cluster.address}: no Ray cluster answers there: {error} "
+            "(start one with `ray start --head`, or leave the key out)"
+        ) from error
+    finally:
+        # ray.init puts in a handler that exits the process; a run must get to say what was saved.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)
+
+
+def _init_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
     if cluster.address is not None:
         ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         return
@@ -47,6 +65,7 @@ def start_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
+        address="local",  # never a cluster that happens to run here
         num_cpus=cluster.num_cpus or num_cpus,
         include_dashboard=False,
         object_store_memory=cluster.object_store_bytes,
@@ -70,7 +89,7 @@ def gather(calls: Sequence[Call], *, phase: str, timeout_s: float) -> list[Any]:
         if not ready:
             late = [call for call in calls if call.ref in pending]
             names = ", ".join(call.worker for call in late)
-            raise WorkerError(f"{names}: no answer in {phase} within {timeout_s:.0f} s{_log_lines(late[0].log_path)}")
+            raise WorkerError(f"{names}: no answer in {phase} within {timeout_s:.0f} s{_log_lines(late[0])}")
         try:
             ray.get(ready[0])
         except RayError:
@@ -90,7 +109,7 @@ def _explain(calls: Sequence[Call], phase: str) -> MegappoError:
         except (RayError, MegappoError) as error:
             failures.append((_rank_of(error), call, error))
     _, call, error = min(failures, key=lambda failure: failure[0])
-    return describe_failure(error, worker=call.worker, phase=phase, log_path=call.log_path)
+    return describe_failure(error, call=call, phase=phase)
 
 
 def _rank_of(error: Exception) -> int:
@@ -101,15 +120,16 @@ def _rank_of(error: Exception) -> int:
     return 2 if "Connection reset" in text or "Connection closed" in text else 1
 
 
-def describe_failure(error: Exception, *, worker: str, phase: str, log_path: Path) -> MegappoError:
+def describe_failure(error: Exception, *, call: Call, phase: str) -> MegappoError:
     """Turn a Ray error of one call into an error that names worker, phase and cause.
 
     Errors that megappo raised on purpose inside the worker keep their class and gain the worker's name.
     """
+    worker = call.worker
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegappoError):
         cause = error.cause
-        kind = EngineError if isinstance(cause, EngineError) else type(cause)
-        return _with_message(kind, cause, f"{worker}, {phase}: {cause}")
+        # A ConfigError carries its violations, which name the key themselves.
+        return cause if isinstance(cause, ConfigError) else type(cause)(f"{worker}, {phase}: {cause}")
     if isinstance(error, ActorDiedError | ActorUnavailableError | RayActorError):
         reason = "its process died"
     elif isinstance(error, RayTaskError):
@@ -119,18 +139,13 @@ def describe_failure(error: Exception, *, worker: str, phase: str, log_path: Pat
     else:
         reason = f"{type(error).__name__}: {error}"
     failure = EngineError if worker.startswith("rollout") else WorkerError
-    return failure(f"{worker} failed in {phase}: {reason}{_log_lines(log_path)}")
+    return failure(f"{worker} failed in {phase}: {reason}{_log_lines(call)}")
 
 
-def _with_message(kind: type[MegappoError], cause: MegappoError, message: str) -> MegappoError:
-    try:
-        return kind(message)
-    except (TypeError, AttributeError):  # an error with structured arguments, such as ConfigError
-        return cause
-
-
-def _log_lines(path: Path) -> str:
-    lines = tail(path, _LOG_LINES)
-    if not lines:
-        return f" (its log {path} is empty or on another node)"
-    return f"\nlast lines of {path}:\n" + "\n".join(f"  | {line}" for line in lines)
+def _log_lines(call: Call) -> str:
+    """Return the last lines of the first log that has some."""
+    for path in call.log_paths:
+        lines = tail(path, _LOG_LINES)
+        if lines:
+            return f"\nlast lines of {path}:\n" + "\n".join(f"  | {line}" for line in lines)
+    return f" (its log {call.log_paths[0]} is empty or on another node)"

@@ -74,7 +74,7 @@ class Session:
         trainers = self._make_actor(placement).start()
         if "critic" in roles:
             slots = placement.slots("critic", config.cluster.pools[config.cluster.critic])
-            self.critic = CriticGroup(config, slots=slots, log_dir=self._log_dir, timeout_s=timeout_s)
+            self.critic = CriticGroup(config, slots=slots, log_dir=self._log_dir)
             self._started.append(self.critic)
             trainers += self.critic.start()
         gather([*rewards, *trainers], phase="start", timeout_s=timeout_s)
@@ -100,9 +100,7 @@ class Session:
         parallelism = self._config.actor.parallelism
         self._report(f"starting the actor: tensor {parallelism.tensor}, pipeline {parallelism.pipeline}")
         slots = placement.slots("actor", cluster.pools[cluster.actor])
-        self.actor = ActorGroup(
-            self._config, slots=slots, log_dir=self._log_dir, timeout_s=self._config.cluster.call_timeout_s
-        )
+        self.actor = ActorGroup(self._config, slots=slots, log_dir=self._log_dir)
         self._started.append(self.actor)
         return self.actor
 

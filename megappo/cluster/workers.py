@@ -82,10 +82,6 @@ class TrainingWorker:
             self._reserved.close()
             self._reserved = None
 
-    def device_ids(self) -> list[str]:
-        """Return the accelerator ids that Ray gave this process (none on CPU)."""
-        return ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-
     def identity(self) -> str:
         """Return where this process runs."""
         return describe_process()
@@ -106,7 +102,7 @@ class TrainingWorker:
             timeout_s=self.config.cluster.start_timeout_s,
         )
         self._release_port()
-        init_model_parallel(parallelism, seed=self.config.seed)
+        init_model_parallel(parallelism, seed=self.config.seed, timeout_s=self.config.cluster.call_timeout_s)
         return backend
 
     def _load(self, call: BatchCall) -> RolloutBatch:

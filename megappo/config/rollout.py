@@ -41,7 +41,7 @@ class RolloutConfig:
     """Tensor-parallel devices of one engine."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     validation: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    """Sampling of validation; temperature 0 is greedy. max_new_tokens is that of `sampling` unless set higher here."""
+    """Sampling of validation; temperature 0 is greedy."""
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0

@@ -6,7 +6,7 @@ from megappo.controller.rollouts import ScoredRollouts, draw_prompts, generate_a
 from megappo.controller.state import LoopState
 from megappo.controller.step import Components
 from megappo.data.types import Prompt
-from megappo.observability.metrics import Metrics, mean
+from megappo.observability.metrics import Metrics, mean, total
 from megappo.observability.timing import PhaseTimer
 
 _VALIDATION_IDS = 1 << 40
@@ -19,17 +19,19 @@ def evaluate(parts: Components, prompts: Sequence[Prompt]) -> tuple[Metrics, Sco
     Returns `val/reward/mean` (over prompts), `val/response_tokens/mean`, `val/truncated_ratio`, and the rollouts.
     """
     ids = LoopState(next_group_id=_VALIDATION_IDS, next_sequence_id=_VALIDATION_IDS)
+    timer = PhaseTimer()
     rollouts = generate_and_score(
         draw_prompts(prompts, ids, num_samples=1),
         parts.config.rollout.validation,
         rollout=parts.rollout,
         reward=parts.reward,
         seed=parts.config.seed,
-        timer=PhaseTimer(),
+        timer=timer,
     )
-    parts.rollout.pack([])
+    parts.rollout.pack([], keep=parts.step_sampler.carried_ids)
     count = len(rollouts.sequences)
     metrics: Metrics = {
+        "timing/validate_s": total(timer.seconds("generate") + timer.seconds("score")),
         "val/reward/mean": mean(float(rollouts.scores.sum()), count),
         "val/response_tokens/mean": mean(float(rollouts.response_lengths.sum()), count),
         "val/truncated_ratio": mean(float(rollouts.truncated.sum()), count),

@@ -20,8 +20,12 @@ class LoopObserver(Protocol):
         """Something that takes time begins."""
         ...
 
+    def on_start(self, step: int, checkpoint: Path | None) -> None:
+        """The loop goes on after `step` (0: a new run), from a checkpoint if there is one."""
+        ...
+
     def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
-        """A step is finished."""
+        """A step is finished; its metrics hold those of the validation after it, if one was due."""
         ...
 
     def on_validation(self, step: int, metrics: Metrics, rollouts: ScoredRollouts) -> None:
@@ -62,6 +66,7 @@ class PPOController:
         if folder is not None:
             self._observer.on_phase(f"resuming from {folder}")
             self.state = load_checkpoint(self.parts, folder)
+        self._observer.on_start(self.state.step, folder)
         self._observer.on_phase("handing the weights to the engines")
         self.parts.weight_sync.push(self.state.step)
 
@@ -71,20 +76,23 @@ class PPOController:
         if trainer.val_before_train:
             self.validate()
         while self.state.step < self.total_steps:
-            result = run_ppo_step(self.parts, self.state)
-            last = self.state.step == self.total_steps
-            if due(trainer.save_freq, self.state.step, last=last):
-                self.save()
-            self._observer.on_step(self.state.step, self.total_steps, result)
-            if due(trainer.test_freq, self.state.step, last=last):
-                self.validate()
+            step = self.state.step + 1
+            last = step == self.total_steps
+            result = run_ppo_step(
+                self.parts, self.state, save=self.save if due(trainer.save_freq, step, last=last) else None
+            )
+            if due(trainer.test_freq, step, last=last):
+                result = StepResult(result.metrics | self.validate(), result.rollouts)
+            self._observer.on_step(step, self.total_steps, result)
         return self.state
 
-    def validate(self) -> None:
-        """Run validation and tell the observer."""
-        if self._validation:
-            metrics, rollouts = evaluate(self.parts, self._validation)
-            self._observer.on_validation(self.state.step, metrics, rollouts)
+    def validate(self) -> Metrics:
+        """Run validation, tell the observer and return its metrics; none without validation prompts."""
+        if not self._validation:
+            return {}
+        metrics, rollouts = evaluate(self.parts, self._validation)
+        self._observer.on_validation(self.state.step, metrics, rollouts)
+        return metrics
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""

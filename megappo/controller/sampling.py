@@ -53,6 +53,11 @@ class StepSampler:
         self._reward = reward
         self._carried = join([])
 
+    @property
+    def carried_ids(self) -> list[int]:
+        """Ids of the sequences that wait, with their engines, for a later step."""
+        return [info.sequence_id for info in self._carried.sequences]
+
     def sample(self, state: LoopState, timer: PhaseTimer) -> StepRollouts:
         """Sample one step. Raises SamplingExhaustedError; see `generate_and_score` for the rest."""
         config = self._config.algorithm.sampling
@@ -93,7 +98,7 @@ class StepSampler:
         }
         return StepRollouts(
             train=found.select(set() if waits else set(decision.kept)),
-            keep=[info.sequence_id for info in self._carried.sequences],
+            keep=self.carried_ids,
             metrics=rollout_metrics(fresh) | metrics,
         )
 

@@ -16,6 +16,7 @@ from megappo.batch.stages import Experience, RolloutBatch
 from megappo.config.batching import BatchingConfig
 from megappo.config.record import SftConfig
 from megappo.controller.ports import ActorClient
+from megappo.errors import DataError
 from megappo.observability.metrics import Metrics, values
 
 _LOSS_MEMORY = 0.9
@@ -48,6 +49,11 @@ def run_sft(
         pairs: prompt and answer of every row; the response mask is on the answer and its end token.
         put: makes a handle of one shard's experience.
     """
+    if pairs.num_sequences < config.batch_size:
+        raise DataError(
+            f"sft: {pairs.num_sequences} pairs are fewer than one batch of {config.batch_size} "
+            "(give more rows, or lower sft.batch_size)"
+        )
     order = np.random.default_rng(seed)
     running: float | None = None
     for step in range(1, config.max_steps + 1):

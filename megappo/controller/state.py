@@ -1,7 +1,6 @@
 """What the loop remembers between steps."""
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,7 +22,3 @@ class LoopState:
         """Return `count` unused sequence ids."""
         self.next_sequence_id += count
         return list(range(self.next_sequence_id - count, self.next_sequence_id))
-
-
-# Any: the JSON form of a checkpoint's loop part.
-LoopStateDict = dict[str, Any]

@@ -3,6 +3,7 @@
 Shapes: B sequences of the step. Tokens never come here: shards, log-probs, values and experience are handles.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,8 +65,12 @@ class StepResult(NamedTuple):
     """What was trained on."""
 
 
-def run_ppo_step(parts: Components, state: LoopState) -> StepResult:
-    """Run one step: sample, score, learn, hand the weights over. The state's counters advance."""
+def run_ppo_step(parts: Components, state: LoopState, *, save: Callable[[], None] | None = None) -> StepResult:
+    """Run one step: sample, score, learn, save, hand the weights over. The state's counters advance.
+
+    Args:
+        save: writes a checkpoint when one is due; before the hand-over, whose failure must not cost it.
+    """
     timer = PhaseTimer()
     with timer.phase("step"):
         # 1-2  prompts and rollouts, scored as they finish
@@ -74,10 +79,14 @@ def run_ppo_step(parts: Components, state: LoopState) -> StepResult:
         if sampled.train.sequences:
             metrics.append(learn(parts, state, sampled, timer))
         state.step += 1
-        # 9-10  the engines get the new weights
+        # 9  save when due
+        if save is not None:
+            with timer.phase("save"):
+                save()
+        # 10  the engines get the new weights
         with timer.phase("weight_sync"):
             metrics.append(parts.weight_sync.push(state.step))
-    metrics += [timer.metrics(), step_metrics(parts, state, sampled.train, seconds=timer.seconds("step"))]
+    metrics += [timer.metrics(), step_metrics(parts, sampled.train, seconds=timer.seconds("step"))]
     return StepResult(merge(metrics), sampled.train)
 
 
@@ -234,11 +243,11 @@ def select_tokens(
     return close_selection(selection, actor.selection_keys(experience, selection, count), count=count)
 
 
-def step_metrics(parts: Components, state: LoopState, rollouts: ScoredRollouts, *, seconds: float) -> Metrics:
+def step_metrics(parts: Components, rollouts: ScoredRollouts, *, seconds: float) -> Metrics:
     """Sizes and throughput of the whole step."""
     tokens = int(rollouts.lengths.sum())
     metrics: Metrics = {
-        "data/epoch": mean(state.step / parts.sampler.steps_per_epoch, 1),
+        "data/epoch": mean(parts.sampler.epoch, 1),
         "rollout/sequences": total(len(rollouts.sequences)),
         "rollout/tokens": total(tokens),
         "perf/tokens_per_s": mean(tokens / seconds, 1),

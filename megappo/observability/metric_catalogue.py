@@ -54,6 +54,9 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("rollout/groups", "count", "groups: samples of one drawn prompt", "-"),
         ("rollout/group_size/mean", "sequences", "size of a group", "groups of the step"),
         ("rollout/groups_without_signal", "0-1", "groups whose scores are all equal", "groups of the step"),
+        ("rollout/sampling_rounds", "count", "rounds of generation of the step (dynamic sampling)", "-"),
+        ("rollout/groups_filtered", "count", "groups dropped because their scores are all equal", "-"),
+        ("rollout/groups_carried", "count", "groups kept for a later step", "-"),
         ("rollout/policy_version/min", "steps", "oldest version of the weights that sampled a sequence", "-"),
     ),
     "KL to the reference policy": _area(
@@ -117,6 +120,8 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
     ),
     "Time": _area(
         ("timing/step_s", "s", "whole step, wall clock on the controller; the others are parts of it", "-"),
+        ("timing/save_s", "s", "writing a checkpoint, in steps that do", "-"),
+        ("timing/validate_s", "s", "validation, after the step", "-"),
         ("timing/generate_s", "s", "generation, scoring beside it included", "-"),
         ("timing/score_s", "s", "waiting for scores after generation", "-"),
         ("timing/log_probs_s", "s", "log-probs before the update, reference included", "-"),

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from megappo.config.trainer import RunSection
+from megappo.errors import MegappoError
+
+_OWNER = "owner.pid"
+"""Process id of the run that writes into the folder."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,23 +62,50 @@ class RunDirectory:
 
 def open_run_directory(run: RunSection, *, resume: str = "never") -> RunDirectory:
     """Make the folder of a run. An earlier run of that name is moved to `<name>.1`, `.2`, ... unless `resume`
-    (trainer.resume) continues it: `auto` and it holds checkpoints, or the path of a checkpoint inside it."""
+    (trainer.resume) continues it: `auto` and it holds checkpoints, or the path of a checkpoint inside it.
+
+    Raises:
+        MegappoError: a run of that name is still going, or the folder cannot be written.
+    """
     path = Path(run.dir) / run.name
+    try:
+        return _open(path, resume)
+    except OSError as error:
+        raise MegappoError(
+            f"run directory {path} cannot be used: {error} (choose another run.dir or run.name)"
+        ) from error
+
+
+def _open(path: Path, resume: str) -> RunDirectory:
     moved: Path | None = None
-    if path.exists() and any(path.iterdir()) and not _continues(path, resume):
-        moved = _free_name(path)
-        path.rename(moved)
+    if path.exists() and any(path.iterdir()):
+        _refuse_if_in_use(path)
+        if not _continues(path, resume):
+            moved = _free_name(path)
+            path.rename(moved)
     directory = RunDirectory(path=path, moved_aside=moved)
     directory.logs.mkdir(parents=True, exist_ok=True)
     directory.rollouts.mkdir(exist_ok=True)
+    directory.summary.unlink(missing_ok=True)
+    (path / _OWNER).write_text(str(os.getpid()))
     return directory
+
+
+def _refuse_if_in_use(path: Path) -> None:
+    """Raise MegappoError when the process that made the folder is alive and still writes into it."""
+    owner = path / _OWNER
+    pid = int(owner.read_text()) if owner.exists() else 0
+    if pid and pid != os.getpid() and psutil.pid_exists(pid) and not (path / "summary.json").exists():
+        raise MegappoError(f"{path} belongs to a run that is still going (pid {pid}); choose another run.name")
 
 
 def _continues(path: Path, resume: str) -> bool:
     if resume == "never":
         return False
     if resume == "auto":
-        return any((path / "checkpoints").glob("*"))
+        # A pointer, or whole checkpoints without one: the loop then says that the pointer is missing.
+        found = {entry.name for entry in (path / "checkpoints").glob("*")}
+        return any(not name.endswith(".writing") for name in found)
     return path.resolve() in Path(resume).resolve().parents
 
 

@@ -6,7 +6,9 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from megappo.observability.run_directory import write_atomically
 
 
 class Tracker(Protocol):
@@ -32,18 +34,27 @@ class JsonlTracker:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         line = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": step} | line) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | line) + "\n")
 
     def artifact(self, path: Path) -> None:
         """Nothing to do: the file is in the run directory already."""
 
     def close(self, status: str) -> None:
-        self._file.close()
+        """Nothing to do: every line is written."""
+
+
+def keep_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
+    """Drop the lines of metrics.jsonl after `last_step` (a run that resumes writes them anew); returns the others."""
+    if not path.exists():
+        return []
+    kept = [line for text in path.read_text().splitlines() if (line := json.loads(text))["step"] <= last_step]
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 class BackgroundTracker:

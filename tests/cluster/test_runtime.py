@@ -52,7 +52,7 @@ def local_ray() -> Iterator[None]:
 def make_call(tmp_path: Path, index: int, method: str, *args: object, name: str = "actor rank") -> Call:
     log_path = tmp_path / f"worker-{index}.log"
     worker = Worker.options(num_cpus=0).remote(log_path)
-    return Call(ref=getattr(worker, method).remote(*args), worker=f"{name} {index}", log_path=log_path)
+    return Call(ref=getattr(worker, method).remote(*args), worker=f"{name} {index}", log_paths=(log_path,))
 
 
 def test_results_come_in_the_order_of_the_calls(tmp_path: Path) -> None:

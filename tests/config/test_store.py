@@ -141,8 +141,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(override: str, near: str
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("trainer.total_steps=abc", "must be an integer or null (without this it is 160)"),
-        ("trainer.total_steps=1.5", "must be an integer or null (without this it is 160)"),
+        ("trainer.total_steps=abc", "must be an integer or null (without this it is 170)"),
+        ("trainer.total_steps=1.5", "must be an integer or null (without this it is 170)"),
         ("actor.optim.lr=fast", "must be a number (without this it is 0.0002)"),
         ("trainer.val_before_train=maybe", "must be true or false"),
         ("model.dtype=float16", "must be one of float32, bfloat16 (without this it is float32)"),

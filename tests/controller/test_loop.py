@@ -46,6 +46,8 @@ class Recorder:
 
     def on_phase(self, text: str) -> None: ...
 
+    def on_start(self, step: int, checkpoint: Path | None) -> None: ...
+
     def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
         self.steps.append(values(result.metrics))
 

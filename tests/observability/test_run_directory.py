@@ -1,6 +1,7 @@
 """The folder of a run: what is in it, and that nothing is ever overwritten."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,24 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
     write_atomically(path, "new")
     assert path.read_text() == "new"
     assert [left.name for left in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_half_written_checkpoint_alone_does_not_continue_a_run(tmp_path: Path) -> None:
+    directory = open_run_directory(section(tmp_path))
+    (directory.checkpoints / "step_000005.writing").mkdir(parents=True)
+    assert open_run_directory(section(tmp_path), resume="auto").moved_aside is not None
+
+
+def test_the_folder_of_a_run_that_is_still_going_is_refused(tmp_path: Path) -> None:
+    directory = open_run_directory(section(tmp_path))
+    (directory.path / "owner.pid").write_text(str(os.getppid()))
+    with pytest.raises(MegappoError, match="belongs to a run that is still going"):
+        open_run_directory(section(tmp_path))
+    write_summary(directory, {"exit": "completed"})
+    assert open_run_directory(section(tmp_path)).moved_aside is not None
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(MegappoError, match="cannot be used"):
+        open_run_directory(section(tmp_path))
