@@ -12,7 +12,7 @@ class TrackingConfig:
 
     mlflow: bool = True
     mlflow_uri: str | None = None
-    """None: sqlite file `<run.dir>/mlflow.db`."""
+    """None: sqlite file `<run.dir>/<run.name>/mlflow.db`."""
     experiment: str = "megappo"
 
 

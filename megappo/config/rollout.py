@@ -24,7 +24,7 @@ class SGLangConfig:
     mem_fraction_static: float = 0.5
     """Share of device memory for weights and KV cache."""
     max_total_tokens: int | None = None
-    """KV cache size in tokens; None: from mem_fraction_static (required on CPU)."""
+    """KV cache size in tokens; None: from mem_fraction_static, and 8192 on CPU."""
     max_running_requests: int = 256
     extra_args: dict[str, str] = field(default_factory=dict)
     """More command-line options of the server, name without dashes to value ('' for a switch)."""

@@ -2,11 +2,11 @@
 first. `megappo config` checks what needs no file system (`check_config`); a run adds `check_files`.
 
 To add one: write the function beside those of its kind (`value_rules`, `layout_rules`, `capability_rules`,
-`file_rules`) and list it here.
+`name_rules`, `file_rules`) and list it here.
 Those of the algorithm section, which `megappo inspect algorithm` shares, are in `algorithm_rules`.
 """
 
-from megappo.config import capability_rules, file_rules, layout_rules, value_rules
+from megappo.config import capability_rules, file_rules, layout_rules, name_rules, value_rules
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
 from megappo.config.algorithm_rules import algorithm_violations
 from megappo.config.model_shape import random_model_shape
@@ -27,7 +27,9 @@ _CONFIG_RULES = (
     value_rules.rows_are_left_after_skip,
     value_rules.validation_has_prompts,
     value_rules.model_reward_has_a_model,
-    value_rules.cpu_engine_names_its_cache,
+    name_rules.plug_ins_are_known,
+    name_rules.in_process_engine_has_one_device,
+    name_rules.reward_workers_fit_their_pool,
     layout_rules.pool_of_each_role_exists,
     layout_rules.model_fits_its_pool,
     layout_rules.engines_fit_their_pool,

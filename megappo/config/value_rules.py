@@ -1,6 +1,5 @@
 """Rules about single values and about values of one section."""
 
-from megappo.config.cluster import DeviceKind
 from megappo.config.layout_rules import needs_critic, roles
 from megappo.config.optim import OptimConfig, ScheduleKind
 from megappo.config.run import RunConfig
@@ -255,20 +254,4 @@ def model_reward_has_a_model(config: RunConfig) -> list[Violation]:
     remedy = "add reward.model_path=FOLDER of a sequence-classification model"
     return [
         Violation(key="reward.model_path", value="null", rule="must be given with reward.name=model", remedy=remedy)
-    ]
-
-
-def cpu_engine_names_its_cache(config: RunConfig) -> list[Violation]:
-    """On CPU a share of device memory says nothing, so SGLang's cache is given in tokens."""
-    is_cpu = config.cluster.device is DeviceKind.cpu and config.rollout.engine == "sglang"
-    if not is_cpu or config.rollout.sglang.max_total_tokens is not None:
-        return []
-    remedy = "8192 is enough for a small model"
-    return [
-        Violation(
-            key="rollout.sglang.max_total_tokens",
-            value="null",
-            rule="must be given with cluster.device=cpu",
-            remedy=remedy,
-        )
     ]

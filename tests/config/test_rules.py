@@ -181,15 +181,6 @@ def test_skipped_rows_count_towards_the_size_of_a_source(config: RunConfig) -> N
     assert message.startswith("data.train.size=100 must be above data.train.skip=100")
 
 
-def test_sglang_on_a_cpu_needs_its_cache_in_tokens(config: RunConfig) -> None:
-    config.rollout.engine = "sglang"
-    config.cluster.device = DeviceKind.cpu
-    (violation,) = check_config(config)
-    assert violation.key == "rollout.sglang.max_total_tokens"
-    config.rollout.sglang.max_total_tokens = 8192
-    assert messages(config) == []
-
-
 def test_all_violations_come_in_one_report(config: RunConfig) -> None:
     config.batching.mini_batch_prompts = 5
     config.rollout.sampling.temperature = -1.0

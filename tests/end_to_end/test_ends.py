@@ -32,18 +32,47 @@ def test_an_engine_that_is_killed_ends_the_run_with_who_where_and_its_last_lines
     assert_all_gone(processes)
 
 
-def test_ctrl_c_ends_every_process_within_ten_seconds_and_says_what_was_saved(launch: Launch, sft_run: Run) -> None:
-    run = launch("train", "interrupted", *LONG)
+@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("sigterm", marks=pytest.mark.slow)])
+def test_an_interrupted_run_ends_every_process_within_ten_seconds_and_says_what_was_saved(
+    how: str, launch: Launch, sft_run: Run
+) -> None:
+    run = launch("train", f"interrupted-{how}", *LONG, "tracking.mlflow=true")
     run.wait_for_step(1)
     processes = run.descendants()
     start = time.monotonic()
-    run.interrupt()
+    if how == "ctrl-c":
+        run.interrupt()
+    else:
+        run.process.terminate()
     assert run.wait(30) == 130
     assert time.monotonic() - start < 10, run.output
     assert "interrupted after step" in run.output
     assert "no checkpoint (trainer.save_freq)" in run.output
     assert run.summary()["exit"] == "interrupted"
     assert_all_gone(processes)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_everything_starts_ends_every_process(launch: Launch, sft_run: Run) -> None:
+    run = launch("train", "interrupted-early", *LONG)
+    deadline = time.monotonic() + 120
+    while "starting the actor" not in run.output and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(2.0)
+    processes = run.descendants()
+    start = time.monotonic()
+    run.interrupt()
+    assert run.wait(40) == 130, run.output
+    assert time.monotonic() - start < 15, run.output
+    assert "interrupted after step 0" in run.output
+    assert_all_gone(processes)
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_start_says_why(launch: Launch, sft_run: Run) -> None:
+    run = launch("train", "no-start", *LONG, "rollout.sglang.attention_backend=nonsense")
+    assert run.wait(240) == 1
+    assert "rollout engine 0" in run.output and "nonsense" in run.output
 
 
 @pytest.mark.slow

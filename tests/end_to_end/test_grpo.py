@@ -41,13 +41,13 @@ def test_the_summary_tells_what_the_run_did(grpo_run: Run) -> None:
 def test_rollout_and_training_log_probs_agree_in_fp32(grpo_run: Run) -> None:
     assert 0 < grpo_run.summary()["log_prob_diff_first_step_max"] <= 1e-4
     # After every hand-over, too: stale or wrong weights would show here.
-    differences = [line["actor/rollout_log_prob_diff/max"] for line in grpo_run.metrics() if "reward/mean" in line]
+    differences = [line["actor/rollout_log_prob_diff/max"] for line in grpo_run.metrics()]
     assert len(differences) == STEPS
     assert max(differences) <= 1e-4
 
 
 def test_rollouts_carry_the_version_of_the_hand_over_before_them(grpo_run: Run) -> None:
-    versions = [line["rollout/policy_version/min"] for line in grpo_run.metrics() if "reward/mean" in line]
+    versions = [line["rollout/policy_version/min"] for line in grpo_run.metrics()]
     assert versions == list(range(STEPS))
 
 
@@ -57,7 +57,14 @@ def test_every_metric_is_documented(grpo_run: Run) -> None:
 
 
 def test_validation_ran_before_during_and_after(grpo_run: Run) -> None:
-    assert [line["step"] for line in grpo_run.metrics() if "val/reward/mean" in line] == [0, 2, 4]
+    assert [line["step"] for line in grpo_run.metrics() if "val/reward/mean" in line] == [2, 4]
+    summary = grpo_run.summary()
+    assert summary["val_reward_last"] == grpo_run.metrics()[-1]["val/reward/mean"]
+    assert 0 <= summary["val_reward_first"] <= 1
+
+
+def test_metrics_have_one_line_per_step(grpo_run: Run) -> None:
+    assert [line["step"] for line in grpo_run.metrics()] == list(range(1, STEPS + 1))
 
 
 def test_the_run_directory_is_complete(grpo_run: Run) -> None:
@@ -79,7 +86,7 @@ def test_mlflow_has_the_metrics_and_the_files(grpo_run: Run) -> None:
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "reward/mean")
-    rewards = [line["reward/mean"] for line in grpo_run.metrics() if "reward/mean" in line]
+    rewards = [line["reward/mean"] for line in grpo_run.metrics()]
     assert [point.value for point in history] == rewards
     assert {"config.yaml", "reward_curve.png"} <= {file.path for file in client.list_artifacts(run.info.run_id)}
 

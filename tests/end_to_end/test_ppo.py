@@ -76,3 +76,11 @@ def test_a_run_resumes_from_its_checkpoint(ppo_run: Run, launch: Launch) -> None
     assert run.wait(START_TIMEOUT_S) == 0, run.output
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
     assert run.summary()["steps"] == 4
+
+
+@pytest.mark.slow
+def test_the_shipped_ppo_quickstart_hands_both_stages_to_sglang(launch: Launch, sft_run: Run) -> None:
+    run = launch("train", "ppo-sglang", "experiment=quickstart_ppo", "trainer.total_steps=3", "trainer.critic_warmup=0")
+    assert run.wait(START_TIMEOUT_S) == 0, run.output
+    differences = [line["actor/rollout_log_prob_diff/max"] for line in run.metrics()]
+    assert len(differences) == 3 and max(differences) <= 1e-4

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config.trainer import RunSection
+from megappo.errors import MegappoError
 from megappo.observability.run_directory import open_run_directory, write_atomically, write_summary
 
 
