@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megappo.config.model import RandomModelConfig
 from megappo.errors import CheckpointError, ConfigError, Violation
@@ -28,6 +29,7 @@ def make_random_model(config: RandomModelConfig, *, tokenizer: PreTrainedTokeniz
         raise CheckpointError(f"{target} exists and is no model folder (remove it or choose another folder)")
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     model = _initialised(config, tokenizer, seed)
+    disable_progress_bar()  # one shard, and the bar would cut through the lines of the command
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
