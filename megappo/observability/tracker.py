@@ -57,6 +57,10 @@ def keep_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
     return kept
 
 
+_INTERRUPTED_S = 2.0
+"""Longest wait in `close` of an interrupted run."""
+
+
 class BackgroundTracker:
     """Runs another tracker in a thread of its own. Calls return at once; the first failure is said once through
     `warn` and ends the tracking, never the run.
@@ -93,9 +97,11 @@ class BackgroundTracker:
             tracker.close(status)
 
         self._calls.put(end)
-        self._thread.join(self._close_timeout_s)
+        # Someone who pressed Ctrl-C waits for the prompt; metrics.jsonl has every number.
+        timeout_s = min(_INTERRUPTED_S, self._close_timeout_s) if status == "interrupted" else self._close_timeout_s
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._warn(f"{self._name} did not take the last numbers within {self._close_timeout_s:.0f} s")
+            self._warn(f"{self._name} did not take the last numbers within {timeout_s:.0f} s")
 
     def _work(self, make: Callable[[], Tracker]) -> None:
         try:

@@ -31,13 +31,14 @@ def devices(slots: list[Slot]) -> list[tuple[str, str]]:
 devices.keep = []  # type: ignore[attr-defined]
 
 
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[None]:
-    """A Ray cluster of two nodes with four fake GPUs each."""
+@pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
+def nodes(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Number of nodes of a Ray cluster with four fake GPUs on each."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_gpus": 4, "num_cpus": 8})
-    cluster.add_node(num_gpus=4, num_cpus=8)
+    for _ in range(request.param - 1):
+        cluster.add_node(num_gpus=4, num_cpus=8)
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-    yield
+    yield request.param
     devices.keep.clear()  # type: ignore[attr-defined]
     ray.shutdown()
     cluster.shutdown()
@@ -51,35 +52,32 @@ def free_devices() -> Iterator[None]:
     devices.keep.clear()  # type: ignore[attr-defined]
 
 
-def test_roles_of_one_pool_get_the_same_devices(two_nodes: None) -> None:
-    placement = Placement(ClusterConfig(pools={"main": 2}), roles=ROLES, gpu=True)
-    actor, critic = devices(placement.slots("actor", 2)), devices(placement.slots("critic", 2))
-    rollout = devices(placement.slots("rollout", 2))
+def test_roles_of_one_pool_get_the_same_devices_and_neighbours_are_on_one_node(nodes: int) -> None:
+    count = 4 * nodes
+    placement = Placement(ClusterConfig(pools={"main": count}), roles=ROLES, gpu=True)
+    actor, critic = devices(placement.slots("actor", count)), devices(placement.slots("critic", count))
+    rollout = devices(placement.slots("rollout", count))
     placement.remove()
     assert actor == critic == rollout
-    assert len(set(actor)) == 2
+    assert len(set(actor)) == count
+    hosts = [node for node, _ in actor]
+    assert len(set(hosts)) == nodes
+    assert all(len(set(hosts[start : start + 4])) == 1 for start in range(0, count, 4))
 
 
-def test_separate_pools_get_disjoint_devices(two_nodes: None) -> None:
+def test_separate_pools_get_disjoint_devices(nodes: int) -> None:
+    count = 2 * nodes
     roles = {"actor": "train", "critic": "train", "rollout": "generate"}
-    placement = Placement(ClusterConfig(pools={"train": 2, "generate": 2}), roles=roles, gpu=True)
-    actor, critic = devices(placement.slots("actor", 2)), devices(placement.slots("critic", 2))
-    rollout = devices(placement.slots("rollout", 2))
+    placement = Placement(ClusterConfig(pools={"train": count, "generate": count}), roles=roles, gpu=True)
+    actor, critic = devices(placement.slots("actor", count)), devices(placement.slots("critic", count))
+    rollout = devices(placement.slots("rollout", count))
     placement.remove()
     assert actor == critic
     assert not set(actor) & set(rollout)
+    assert len(set(actor) | set(rollout)) == 2 * count
 
 
-def test_a_pool_over_two_nodes_keeps_neighbours_on_one_node(two_nodes: None) -> None:
-    placement = Placement(ClusterConfig(pools={"main": 8}), roles=ROLES, gpu=True)
-    actor, critic = devices(placement.slots("actor", 8)), devices(placement.slots("critic", 8))
-    placement.remove()
-    assert actor == critic
-    assert len(set(actor)) == 8
-    nodes = [node for node, _ in actor]
-    assert nodes[:4] == [nodes[0]] * 4 and nodes[4:] == [nodes[4]] * 4 and nodes[0] != nodes[4]
-
-
-def test_too_few_devices_end_with_what_was_asked_and_what_there_is(two_nodes: None) -> None:
-    with pytest.raises(WorkerError, match=r"pool main: 9 GPU.*the cluster has 8 GPU"):
-        Placement(ClusterConfig(pools={"main": 9}, start_timeout_s=3.0), roles=ROLES, gpu=True)
+def test_too_few_devices_end_with_what_was_asked_and_what_there_is(nodes: int) -> None:
+    wanted = 4 * nodes + 1
+    with pytest.raises(WorkerError, match=rf"pool main: {wanted} GPU.*the cluster has {4 * nodes} GPU"):
+        Placement(ClusterConfig(pools={"main": wanted}, start_timeout_s=3.0), roles=ROLES, gpu=True)
