@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export PYTHON TORCH_INDEX_URL
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install install-dev test test-slow lint format docs clean
+.PHONY: help quickstart install install-dev test test-slow test-oracle lint format docs clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -42,6 +42,10 @@ test: lint ## everything that must hold before a commit
 
 test-slow: install-dev ## the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu"
+
+test-oracle: install-dev ## the algorithms against verl's own functions
+	$(BIN)/pip install -q --no-deps --target .oracle -r requirements/oracle.txt
+	PYTHONPATH=.oracle $(BIN)/pytest tests/algo/test_against_verl.py
 
 format: install-dev ## format the code
 	$(BIN)/ruff check --fix .

@@ -58,7 +58,8 @@ class Session:
         placement = self._reserve(roles)
         timeout_s = config.cluster.start_timeout_s
         engine_ranks = config.rollout.num_engines * config.rollout.tensor
-        self._report(f"starting {config.rollout.num_engines} {config.rollout.engine} engine(s): about 30 s on a CPU")
+        wait = ": about 30 s on a CPU" if config.rollout.engine == "sglang" and self._backend.kind == "cpu" else ""
+        self._report(f"starting {config.rollout.num_engines} {config.rollout.engine} engine(s){wait}")
         self.rollout = RolloutPool(
             config,
             slots=placement.slots("rollout", engine_ranks),

@@ -1,7 +1,6 @@
 """verl 0.9.1 as an oracle where both define the same thing, and each deliberate difference shown.
 
-Skipped unless verl can be imported, which is never a dependency. To run it:
-`pip install --no-deps --target DIR verl==0.9.1 codetiming orjson tensordict pyvers`, then PYTHONPATH=DIR pytest.
+Skipped unless verl can be imported, which is never a dependency: `make test-oracle` installs it apart and runs this.
 """
 
 from typing import Any
@@ -28,7 +27,9 @@ from megappo.config.algorithm import (
 from tests.algo.loss_batches import LossCase, make_case, run_loss
 from tests.algo.packed import tokens_of
 
-verl = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+verl = pytest.importorskip(
+    "verl.trainer.ppo.core_algos", reason="verl is not installed (make test-oracle)", exc_type=ImportError
+)
 
 LENGTHS = [3, 7, 1, 5, 12, 2, 4, 6]
 GROUPS = np.array([1, 1, 1, 2, 2, 2, 3, 3])
