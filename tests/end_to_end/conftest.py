@@ -120,3 +120,10 @@ def command_line_of(process: psutil.Process) -> list[str]:
         return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline() or [process.name()]
     except psutil.NoSuchProcess:
         return []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A run starts in half a minute on an idle machine and in minutes on a busy one; each wait has its own deadline."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
