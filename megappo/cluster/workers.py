@@ -74,7 +74,8 @@ class TrainingWorker:
         address = ray.util.get_node_ip_address()
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind((address, 0))
+        # On all addresses, as the store will listen: a port that is free on one may be taken on another.
+        self._reserved.bind(("", 0))
         return address, self._reserved.getsockname()[1]
 
     def _release_port(self) -> None:
