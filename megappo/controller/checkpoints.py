@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from megappo.config.trainer import TrainerConfig
 from megappo.controller.state import LoopState
 from megappo.controller.step import Components
 from megappo.errors import CheckpointError
+from megappo.observability.run_directory import write_atomically
 
 _LATEST = "latest"
 _LOOP_FILE = "loop.json"
@@ -39,11 +39,10 @@ def save_checkpoint(parts: Components, state: LoopState, directory: Path, *, kee
             "sampler": parts.sampler.state_dict(),
             "kl_coefficient": parts.kl_coefficient.state_dict(),
         }
-        _write(aside / _LOOP_FILE, json.dumps(loop, indent=1))
+        write_atomically(aside / _LOOP_FILE, json.dumps(loop, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
-        _write(directory / f"{_LATEST}.writing", final.name)
-        (directory / f"{_LATEST}.writing").rename(directory / _LATEST)
+        write_atomically(directory / _LATEST, final.name)
     except OSError as error:
         raise CheckpointError(f"checkpoint {final} was not written: {error} (older checkpoints are intact)") from error
     for old in saved_checkpoints(directory)[: -max(1, keep)]:
@@ -90,10 +89,3 @@ def load_checkpoint(parts: Components, folder: Path) -> LoopState:
     parts.sampler.load_state_dict(loop["sampler"])
     parts.kl_coefficient.load_state_dict(loop["kl_coefficient"])
     return LoopState(step=loop["step"], next_group_id=loop["next_group_id"], next_sequence_id=loop["next_sequence_id"])
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
