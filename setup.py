@@ -46,6 +46,7 @@ setup(
         "pyarrow>=15",
         "matplotlib>=3.8",
         "numpy>=1.26",
+        "numba>=0.61",
     ],
     extras_require={
         "dev": [

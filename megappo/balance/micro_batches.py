@@ -1,7 +1,7 @@
 """Micro-batches under a hard cap of tokens.
 
 Invariants (asserted by tests/balance/test_micro_batches.py):
-1. Every position is in exactly one micro-batch; positions within a micro-batch ascend.
+1. Every position is in exactly one micro-batch; within one, positions keep the order of their part.
 2. No micro-batch holds more than the cap, except a single sequence that is longer than the cap: it runs alone.
 3. `pack` never makes two micro-batches that would fit into one.
 4. Every rank gets the same number of micro-batches: at least `min_micro_batches`, a multiple of `multiple_of`; some
@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from megappo.balance.capped import level_under_cap
-from megappo.balance.partition import level
 from megappo.balance.workload import TOKENS, Workload
 
 ROOM = 0.01
@@ -49,18 +48,26 @@ def plan_micro_batches(
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     positions = [np.asarray(part, dtype=np.int64) for part in parts]
-    packed = [len(pack(tokens[part], max_tokens)) for part in positions]
+    alone = [part[tokens[part] > max_tokens] for part in positions]
+    shared = [part[tokens[part] <= max_tokens] for part in positions]
+    packed = [pack(tokens[part], max_tokens) for part in shared]
+    fitting = [len(long) + len(filled) for long, filled in zip(alone, packed)]
     with_room = [int(micro_batch_bound(tokens[part], max_tokens) * (1 + ROOM)) for part in positions]
-    needed = max([min_micro_batches, *packed, *with_room])
+    needed = max([min_micro_batches, *fitting, *with_room])
     count = -(-needed // multiple_of) * multiple_of
-    return [[part[chosen].tolist() for chosen in _spread(tokens[part], cost, count, max_tokens)] for part in positions]
+    plan: list[list[list[int]]] = []
+    for long, part, filled in zip(alone, shared, packed):
+        filled.extend([] for _ in range(count - len(long) - len(filled)))
+        level = level_under_cap(tokens[part], cost.costs(tokens[part]), filled, max_tokens)
+        plan.append([[position] for position in long.tolist()] + [part[chosen].tolist() for chosen in level])
+    return plan
 
 
 def micro_batch_bound(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> int:
     """Return a number of micro-batches below which no plan can go."""
     tokens = np.asarray(lengths, dtype=np.int64)
     alone = tokens > max_tokens
-    return int(alone.sum()) + -(-int(tokens[~alone].sum()) // max_tokens)
+    return int(alone.sum()) + max(-(-int(tokens[~alone].sum()) // max_tokens), int((~alone).any()))
 
 
 def pack(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]]:
@@ -84,19 +91,3 @@ def pack(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]
         room.insert(slot, left)
         owner.insert(slot, target)
     return [sorted(positions) for positions in packed]
-
-
-def _spread(tokens: np.ndarray, cost: Workload, count: int, max_tokens: int) -> list[list[int]]:
-    """Put positions 0..B-1 into exactly `count` micro-batches, at least as many as `pack` needs, as equal in cost as
-    the cap allows."""
-    filled = [[position] for position in np.flatnonzero(tokens > max_tokens).tolist()]
-    rest = np.flatnonzero(tokens <= max_tokens)
-    num_parts = count - len(filled)
-    if not len(rest):
-        return filled + [[] for _ in range(num_parts)]
-    parts = level_under_cap(tokens[rest], cost.costs(tokens[rest]), num_parts, max_tokens)
-    if parts is None:
-        # Next to no room: keep the packing, which is known to fit, and level its tokens, which never overfills one.
-        packed = pack(tokens[rest], max_tokens)
-        parts = level(tokens[rest], packed + [[] for _ in range(num_parts - len(packed))])
-    return filled + [rest[part].tolist() for part in parts]

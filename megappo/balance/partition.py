@@ -48,19 +48,9 @@ def partition(costs: Sequence[float] | np.ndarray, num_parts: int, *, equal_coun
     if equal_counts and len(weights) > FEW_ROWS * num_parts:
         slots = _difference_rows(weights, num_parts)
     else:
-        parts = _longest_first(weights, num_parts, equal_counts=equal_counts)
+        parts = longest_first(weights, num_parts, equal_counts=equal_counts)
         slots = slot_table(parts, spare=0 if equal_counts else SPARE_SLOTS, count=len(weights))
     return table_parts(_swap_search(weights, slots, equal_counts=equal_counts), len(weights))
-
-
-def level(costs: Sequence[float] | np.ndarray, parts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Move and swap positions between the given parts until their costs are nearly equal.
-
-    No move raises the larger cost of the two parts it touches, so an upper bound that holds before holds after.
-    """
-    weights = np.asarray(costs, dtype=np.float64)
-    slots = slot_table(parts, spare=SPARE_SLOTS, count=len(weights))
-    return table_parts(_swap_search(weights, slots, equal_counts=False), len(weights))
 
 
 def imbalance(part_costs: Sequence[float] | np.ndarray) -> float:
@@ -107,7 +97,7 @@ def _columns_of_parts(
     return columns
 
 
-def _longest_first(weights: np.ndarray, num_parts: int, *, equal_counts: bool) -> list[list[int]]:
+def longest_first(weights: np.ndarray, num_parts: int, *, equal_counts: bool) -> list[list[int]]:
     """Deal the sequences by falling cost, each to the part with the least cost so far (and with room for it)."""
     small, num_large = divmod(len(weights), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]

@@ -13,6 +13,9 @@ from megappo.balance.partition import imbalance, partition
 from megappo.balance.workload import TOKENS, Workload, workload_of_model
 from megappo.errors import ConfigError, DataError, Violation
 
+MAX_TOTAL = 2**53
+"""Largest sum of lengths that costs can be counted for without rounding."""
+
 
 def inspect_schedule(
     lengths_path: str,
@@ -87,6 +90,8 @@ def _read_lengths(path: Path) -> np.ndarray:
     for position, length in enumerate(value):
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
             raise DataError(f"{path}: entry {position} is {length!r}, must be a whole number of tokens, 0 or more")
+    if sum(value) > MAX_TOTAL:
+        raise DataError(f"{path}: the lengths sum to {sum(value)}, must be at most {MAX_TOTAL} (exact in a float)")
     return np.array(value, dtype=np.int64)
 
 
@@ -103,5 +108,5 @@ def _read_json(path: Path) -> Any:  # Any: whatever the file holds; the callers 
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not JSON: {error}") from error

@@ -14,7 +14,7 @@ from megappo.balance.layout import RankLayout
 from megappo.balance.micro_batches import plan_micro_batches
 from megappo.balance.partition import imbalance
 from megappo.balance.schedule import BatchSchedule, build_batch_schedule, rank_parts
-from megappo.balance.workload import Workload
+from megappo.balance.workload import TOKENS, Workload
 from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest, Whitening
 from megappo.config.algorithm import Aggregation
 from megappo.config.batching import BatchingConfig
@@ -96,20 +96,38 @@ class StepSchedule:
         return imbalance([costs[np.asarray(shard, dtype=np.int64)].sum() for shard in self.batch.shards])
 
     def _micro_batches(self, parts: list[list[int]], layout: RankLayout) -> list[list[list[int]]]:
-        fewest = self.batching.min_micro_batches or (2 * layout.pipeline if layout.pipeline > 1 else 1)
-        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
-        plan = plan_micro_batches(
-            parts,
-            self.lengths,
-            max_tokens=self.batching.micro_batch_tokens,
-            min_micro_batches=fewest,
-            multiple_of=multiple,
-            cost=self.workload,
-        )
+        plan = plan_for_layout(parts, self.lengths, layout=layout, batching=self.batching, workload=self.workload)
         return [[self._ids(positions) for positions in micro_batches] for micro_batches in plan]
 
     def _ids(self, positions: Sequence[int]) -> list[int]:
         return [int(self.sequence_ids[position]) for position in positions]
+
+
+def plan_for_layout(
+    parts: Sequence[Sequence[int]],
+    lengths: np.ndarray,
+    *,
+    layout: RankLayout,
+    batching: BatchingConfig,
+    workload: Workload = TOKENS,
+) -> list[list[list[int]]]:
+    """Return the micro-batches of a pass on this layout: [data rank][micro-batch] -> positions.
+
+    A pipeline gets at least 2 per stage unless the configuration says otherwise (fewer leave most stages idle), an
+    interleaved one a multiple of its stages (Megatron-Core's interleaved schedule asks for it).
+
+    Args:
+        parts: positions of each data rank.
+        lengths: [B] int64.
+    """
+    return plan_micro_batches(
+        parts,
+        lengths,
+        max_tokens=batching.micro_batch_tokens,
+        min_micro_batches=batching.min_micro_batches or (2 * layout.pipeline if layout.pipeline > 1 else 1),
+        multiple_of=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+        cost=workload,
+    )
 
 
 def schedule_step(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megappo.balance.micro_batches import plan_micro_batches
 from megappo.batch.fields import select
 from megappo.batch.refs import Ref
 from megappo.batch.requests import MiniBatch, UpdateRequest
@@ -16,6 +15,7 @@ from megappo.batch.stages import Experience, RolloutBatch
 from megappo.config.batching import BatchingConfig
 from megappo.config.record import SftConfig
 from megappo.controller.ports import ActorClient
+from megappo.controller.schedules import plan_for_layout
 from megappo.errors import DataError
 from megappo.observability.metrics import Metrics, values
 
@@ -89,13 +89,7 @@ def _update(
 ) -> Metrics:
     """Run one optimizer step on one mini-batch, dealt over the data-parallel ranks."""
     ranks = [list(range(rank, experience.num_sequences, actor.layout.data)) for rank in range(actor.layout.data)]
-    plan = plan_micro_batches(
-        ranks,
-        experience.lengths,
-        max_tokens=batching.micro_batch_tokens,
-        min_micro_batches=2 * actor.layout.pipeline if actor.layout.pipeline > 1 else 1,
-        multiple_of=actor.layout.pipeline if actor.layout.virtual_pipeline > 1 else 1,
-    )
+    plan = plan_for_layout(ranks, experience.lengths, layout=actor.layout, batching=batching)
     weight = 1.0 / float(experience.loss_mask.sum())
     ids = experience.sequence_ids
     requests: list[UpdateRequest] = []

@@ -39,7 +39,7 @@ def test_interleaved_groups_pad_with_empty_micro_batches(capsys, tmp_path):
     assert sorted(batch["tokens"] for batch in printed["ranks"][0]["micro_batches"]) == [0, 0, 0, 5, 5, 5, 5, 5]
 
 
-@pytest.mark.parametrize("lengths", [[], [3], [5000, 1, 1]])
+@pytest.mark.parametrize("lengths", [[], [3], [0, 0, 0], [5000, 1, 1]])
 def test_no_length_is_refused(capsys, tmp_path, lengths):
     printed = run(capsys, tmp_path, lengths, dp=4, max_tokens=8)
     counts = {len(rank["micro_batches"]) for rank in printed["ranks"]}
@@ -61,7 +61,7 @@ def test_a_model_config_adds_the_cost_of_attention(capsys, tmp_path):
     assert printed["ranks"][0]["micro_batches"][0]["cost"] == pytest.approx(3 + 6 * 8 / 128)
 
 
-@pytest.mark.parametrize("lengths", [{"a": 1}, [1, -2], [1, 2.5], [True]])
+@pytest.mark.parametrize("lengths", [None, {"a": 1}, [1, -2], [1, 2.5], [True], ["3"], [10**21, 2], [2**53, 1]])
 def test_what_is_no_length_is_refused(tmp_path, lengths):
     file = tmp_path / "lengths.json"
     file.write_text(json.dumps(lengths))
@@ -75,6 +75,9 @@ def test_missing_and_broken_files_are_named(tmp_path):
     (tmp_path / "broken.json").write_text("[1,")
     with pytest.raises(DataError, match="not JSON"):
         inspect_schedule(str(tmp_path / "broken.json"), dp=1, max_tokens=8)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="not JSON"):
+        inspect_schedule(str(tmp_path / "deep.json"), dp=1, max_tokens=8)
 
 
 def test_all_numbers_out_of_range_are_named_at_once(tmp_path):

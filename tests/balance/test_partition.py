@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.balance.partition import imbalance, level, partition
+from megappo.balance.partition import imbalance, partition
 
 COSTS = st.lists(st.integers(0, 5000), max_size=80)
 PARTS = st.integers(1, 9)
@@ -88,20 +88,6 @@ def test_eight_sequences_per_rank_balance_within_the_limit(equal_counts: bool, l
 def test_differencing_beats_dealing_in_order_on_a_hand_computed_case():
     # 4, 5, 6, 7, 8 on two ranks: 8 + 7 against 6 + 5 + 4 is exact; longest first alone gives 17 against 13.
     assert sorted(totals([4, 5, 6, 7, 8], partition([4, 5, 6, 7, 8], 2, equal_counts=False))) == [15, 15]
-
-
-@given(st.lists(st.lists(st.integers(0, 100), max_size=6), min_size=1, max_size=6))
-def test_levelling_keeps_all_positions_and_never_raises_the_largest(groups: list[list[int]]):
-    costs = [cost for group in groups for cost in group]
-    ends = np.cumsum([len(group) for group in groups]).tolist()
-    parts = [list(range(end - len(group), end)) for end, group in zip(ends, groups)]
-    levelled = level(costs, parts)
-    assert sorted(chain.from_iterable(levelled)) == list(range(len(costs)))
-    assert max(totals(costs, levelled)) <= max(totals(costs, parts))
-
-
-def test_levelling_moves_sequences_into_empty_parts():
-    assert sorted(totals([5, 5, 5, 5], level([5, 5, 5, 5], [[0, 1, 2, 3], [], [], []]))) == [5, 5, 5, 5]
 
 
 def test_imbalance_is_max_over_mean_minus_one_with_empty_ranks_counted():

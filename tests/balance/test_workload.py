@@ -30,9 +30,9 @@ def test_workload_of_a_dense_model_counts_projections_ffn_and_head():
     assert workload_of_model(DENSE).pair == pytest.approx(2 * 2 * 16 / per_token, rel=1e-12)
 
 
-def test_workload_of_a_mixture_counts_active_experts_only():
+def test_workload_of_a_mixture_counts_router_and_active_experts_only():
     mixture = DENSE | {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
-    per_token = 2 * (2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * (2 * 4)) + 8 * 100
+    per_token = 2 * (2 * 8 * 16 + 2 * 8 * 8 + 8 * 64 + 3 * 8 * (2 * 4)) + 8 * 100
     assert workload_of_model(mixture).pair == pytest.approx(2 * 2 * 16 / per_token, rel=1e-12)
 
 
