@@ -51,7 +51,9 @@ class Registry(Generic[T]):
                 f"{self.kind} {name!r} is unknown (use one of {', '.join(self.names())}, or package.module:name)"
             )
         module_name, _, attribute = name.partition(":")
+        if not module_name.strip(".") or not attribute:
+            raise RegistryError(f"{self.kind} {name!r} is unknown (name it package.module:name)")
         try:
             return cast(T, getattr(importlib.import_module(module_name), attribute))
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise RegistryError(f"{self.kind} {name!r} cannot be imported: {error}") from error

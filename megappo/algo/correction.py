@@ -1,23 +1,32 @@
 """Correction of the difference between rollout and training engine: importance weights, rejection, metrics.
 
-Shapes: M response tokens, B sequences. d = rollout log-prob - old log-prob. Everything is detached numbers; advantages
-are computed before, so rejecting the last token never loses the reward.
+Shapes: N packed tokens, M response tokens, B sequences. d = rollout log-prob - old log-prob.
+Everything is detached numbers; rewards are placed before, so rejecting the last token never loses one.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
+from megappo.algo.diagnostics import MismatchSums, compare_log_probs
+from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.kl import EXPONENT_LIMIT
-from megappo.algo.masked import MaskedTokens
+from megappo.algo.masked import MaskedTokens, compact, sequence_runs
+from megappo.batch.stages import RolloutBatch
 from megappo.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
     CorrectionLevel,
     CorrectionMode,
     CorrectionWeightConfig,
+    OldLogProbs,
     RejectConfig,
     RejectEstimator,
     RejectLevel,
 )
+from megappo.observability import metrics
+from megappo.observability.metrics import Metrics
 
 
 def _exp(exponent: np.ndarray) -> np.ndarray:
@@ -84,3 +93,100 @@ def _per_sequence(x: np.ndarray, tokens: MaskedTokens, level: RejectLevel) -> np
     largest = np.full(len(tokens.lengths), -np.inf)
     np.maximum.at(largest, tokens.sequence, x)
     return largest
+
+
+@dataclass(kw_only=True, slots=True)
+class Correction:
+    """What the comparison of rollout and old log-probs leaves of a shard."""
+
+    loss_mask: np.ndarray
+    """[N] bool: the response mask after rejection."""
+    weights: np.ndarray | None
+    """[N] importance weights, 0 off the response mask; None: all 1."""
+    metrics: Metrics
+    mismatch: MismatchSums
+
+
+def correct(batch: RolloutBatch, old_log_probs: np.ndarray | None, algorithm: AlgorithmConfig) -> Correction:
+    """Compare the log-probs of both engines, reject and weigh. Runs of sequences keep the float64 copies small.
+
+    Args:
+        old_log_probs: [N]; None: the update's own stand for them, so there is nothing to compare.
+
+    Raises:
+        AlgorithmInputError: rollout log-probs are needed and a sequence lacks one (NaN on the mask).
+    """
+    result = Correction(loss_mask=batch.response_mask.copy(), weights=None, metrics=Metrics(), mismatch=MismatchSums())
+    if old_log_probs is None:
+        assert not algorithm.correction.is_on, "correction needs old log-probs"
+        return result
+    for first, last in sequence_runs(batch.offsets):
+        run = slice(batch.offsets[first], batch.offsets[last])
+        tokens = compact(batch.response_mask[run], batch.offsets[first : last + 1] - run.start)
+        rollout = tokens.gather(batch.rollout_log_probs[run])
+        _refuse_missing(rollout, tokens, batch.sequence_ids[first:last], algorithm)
+        kept, weights, counts, mismatch = _correct_run(
+            rollout, tokens.gather(old_log_probs[run]), tokens, algorithm.correction
+        )
+        if kept is not None:
+            result.loss_mask[run][tokens.index] = kept
+        if weights is not None:
+            if result.weights is None:
+                result.weights = batch.response_mask.astype(old_log_probs.dtype)
+            result.weights[run][tokens.index] = weights
+        result.metrics = metrics.merge([result.metrics, counts])
+        result.mismatch = result.mismatch.merge(mismatch)
+    return result
+
+
+def _refuse_missing(
+    rollout: np.ndarray, tokens: MaskedTokens, sequence_ids: np.ndarray, algorithm: AlgorithmConfig
+) -> None:
+    """Raise AlgorithmInputError for the first sequence with a NaN among its rollout log-probs [M], if they count."""
+    if algorithm.old_log_probs is OldLogProbs.rollout:
+        why = "old_log_probs=rollout needs it (use recompute)"
+    elif algorithm.correction.is_on:
+        why = "rollout correction needs it (turn correction off)"
+    else:
+        return
+    missing = np.isnan(rollout)
+    if missing.any():
+        row = tokens.sequence[missing.argmax()]
+        raise AlgorithmInputError(int(sequence_ids[row]), "rollout_log_probs", f"is missing, {why}")
+
+
+def _correct_run(
+    rollout: np.ndarray, old: np.ndarray, tokens: MaskedTokens, config: CorrectionConfig
+) -> tuple[np.ndarray | None, np.ndarray | None, Metrics, MismatchSums]:
+    """Return kept tokens [M] bool (None: all), importance weights [M] (None: all 1), metrics and sums."""
+    counts = Metrics()
+    kept = weights = None
+    if config.is_on:
+        kept, weights = _reject_and_weigh(rollout - old, tokens, config, counts)
+    known = ~np.isnan(rollout)
+    if not known.all():
+        rollout, old = rollout[known], old[known]
+    if len(rollout):
+        counts |= compare_log_probs(rollout, old)
+    return kept, weights, counts, MismatchSums.of(rollout, old, weights)
+
+
+def _reject_and_weigh(
+    d: np.ndarray, tokens: MaskedTokens, config: CorrectionConfig, counts: Metrics
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return kept tokens [M] bool and importance weights [M] of d [M]; adds to `counts`."""
+    kept = weights = None
+    if config.reject:
+        kept = compute_kept(d, tokens, config.reject)
+        counts["correction/kept_fraction"] = metrics.mean(kept.sum(), len(kept))
+    if config.weight is not None:
+        weights, bounded = compute_weights(d, tokens, config.weight)
+        counts["correction/weight/mean"] = metrics.mean(weights.sum(), len(weights))
+        counts["correction/weight/max"] = metrics.maximum(weights.max(initial=0.0), len(weights))
+        counts["correction/capped_fraction"] = metrics.mean(bounded.sum(), len(weights))
+    finite = np.isfinite(d)
+    if not finite.all():
+        # An infinite log-prob must reach the loss, not vanish in a bound: the step is then reported as not finite.
+        weights = np.where(finite, 1.0 if weights is None else weights, np.nan)
+        kept = None if kept is None else kept | ~finite
+    return kept, weights

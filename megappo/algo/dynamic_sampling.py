@@ -4,8 +4,10 @@ Invariants (asserted by tests/algo/test_dynamic_sampling.py):
 1. Every group is in exactly one of kept, surplus and filtered; a group with signal is never filtered.
 2. At most max_rounds rounds are drawn; the outcome when they run out is the configured one.
 3. The decision does not depend on the order in which groups finished.
+4. A round draws at least the prompts that are missing, so that it can fill the step.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -50,16 +52,19 @@ def decide_sampling(
     """Drop groups whose scores are all equal and draw other prompts in their place.
 
     Formula: of the groups so far, those with differing scores are kept up to the step's prompts; too few and rounds
-        left: as many prompts are drawn again; no rounds left: train_partial trains on those there are, carry_over
-        keeps them for the next step, stop ends the run. Groups beyond the step's prompts go to the next step.
+        left: ceil(oversample * missing) prompts are drawn; no rounds left: train_partial trains on those there are,
+        carry_over keeps them for the next step, stop ends the run. Groups beyond the step's prompts are the first of
+        the next step, which draws that many fewer.
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2.
-    Config: sampling.max_rounds (0: off), sampling.on_exhausted.
-    Use: many prompts are always or never solved, so that their groups carry no signal.
+    Config: sampling.max_rounds (0: off), sampling.oversample, sampling.on_exhausted.
+    Use: many prompts are always or never solved, so that their groups carry no signal. oversample, about 1 / (share of
+        groups with signal), fills a step in one round; what is carried over was sampled by older weights, which the
+        ratio of the loss accounts for.
 
     Args:
         groups: group id -> scores of its non-empty samples; groups carried over from earlier steps included.
         target: groups (prompts) that a step trains on.
-        rounds: rounds of generation done in this step, at least one.
+        rounds: rounds of generation done in this step; 0 only where the groups carried over are enough.
         config: with max_rounds > 0.
     """
     with_signal = sorted(group for group, scores in groups.items() if has_signal(scores))
@@ -81,9 +86,15 @@ def decide_sampling(
         kept=kept,
         surplus=surplus,
         filtered=filtered,
-        refill=missing if outcome is SamplingOutcome.refill else 0,
+        refill=prompts_to_draw(missing, config) if outcome is SamplingOutcome.refill else 0,
         message=message,
     )
+
+
+def prompts_to_draw(missing: int, config: DynamicSamplingConfig) -> int:
+    """Return how many prompts a round draws for `missing` groups: ceil(oversample * missing)."""
+    # 1.1 * 10 is a little above 11 in binary; it is 11 prompts all the same.
+    return max(missing, math.ceil(missing * config.oversample * (1 - 1e-12)))
 
 
 _EXHAUSTED = {

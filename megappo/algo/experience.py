@@ -1,6 +1,6 @@
 """From token rewards to an Experience: advantages, returns, loss mask, correction weights.
 
-Shapes: N packed tokens, M response tokens, B sequences. Order (each step sees the result of the one before): scores
+Shapes: N packed tokens, B sequences. Order (each step sees the result of the one before): scores
 placed, KL in reward, advantages, correction. Estimators of scope `sequence` have run on the controller by then.
 """
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from megappo.algo.advantages import estimator_of, whitens_tokens
 from megappo.algo.advantages.base import TokenInputs
-from megappo.algo.correction import compute_kept, compute_weights
-from megappo.algo.diagnostics import MismatchSums, compare_log_probs, merge_mismatch
-from megappo.algo.errors import AlgorithmInputError
-from megappo.algo.masked import MaskedTokens, Moments, compact, merge_moments
+from megappo.algo.correction import correct
+from megappo.algo.diagnostics import MismatchSums, merge_mismatch
+from megappo.algo.masked import Moments, count_tokens, merge_moments
+from megappo.algo.scan import masked_moments
 from megappo.algo.token_rewards import RewardTotals, compute_token_rewards
 from megappo.batch.requests import Whitening
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
@@ -49,19 +49,18 @@ class ExperienceTotals:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Estimates:
-    """What is computed at the response tokens of one shard, in float64."""
+    """What is computed at the tokens of one shard."""
 
-    tokens: MaskedTokens
     advantages: np.ndarray
-    """[M] before whitening."""
+    """[N] before whitening."""
     returns: np.ndarray | None
-    """[M]."""
+    """[N]."""
     old_log_probs: np.ndarray | None
-    """[M]."""
+    """[N]."""
     loss_mask: np.ndarray
-    """[M] bool."""
+    """[N] bool."""
     correction_weights: np.ndarray | None
-    """[M]."""
+    """[N]."""
     totals: ExperienceTotals
 
 
@@ -91,15 +90,15 @@ def build_experience(  # noqa: PLR0913  one argument per pass that may have run 
     Raises:
         AlgorithmInputError: correction is on and a sequence lacks rollout log-probs (NaN on the mask).
     """
-    tokens = compact(batch.response_mask, batch.offsets)
     inputs = TokenInputs(
-        tokens=tokens,
-        rewards=tokens.gather(rewards.values),
+        mask=batch.response_mask,
+        offsets=batch.offsets,
+        rewards=rewards.values,
         group_ids=batch.group_ids,
         sequence_advantages=sequence_advantages,
-        values=None if values is None else tokens.gather(values.values),
-        old_log_probs=None if old_log_probs is None else tokens.gather(old_log_probs.values),
-        sum_pi_squared=None if sum_pi_squared is None else tokens.gather(sum_pi_squared.values),
+        values=_values_of(values),
+        old_log_probs=_values_of(old_log_probs),
+        sum_pi_squared=_values_of(sum_pi_squared),
     )
     estimates = estimate(batch, inputs, truncated=truncated, algorithm=algorithm)
     experience = Experience(
@@ -109,94 +108,60 @@ def build_experience(  # noqa: PLR0913  one argument per pass that may have run 
         rollout_log_probs=batch.rollout_log_probs,
         sequence_ids=batch.sequence_ids,
         group_ids=batch.group_ids,
-        loss_mask=tokens.scatter(estimates.loss_mask, dtype=np.bool_),
-        advantages=tokens.scatter(estimates.advantages),
-        old_log_probs=_scatter(tokens, estimates.old_log_probs),
-        ref_log_probs=None if ref_log_probs is None else ref_log_probs.values,
-        values=None if values is None else values.values,
-        returns=_scatter(tokens, estimates.returns),
-        correction_weights=_scatter(tokens, estimates.correction_weights),
+        loss_mask=estimates.loss_mask,
+        advantages=estimates.advantages,
+        old_log_probs=estimates.old_log_probs,
+        ref_log_probs=_values_of(ref_log_probs),
+        values=_values_of(values),
+        returns=estimates.returns,
+        correction_weights=estimates.correction_weights,
     )
     return experience, estimates.totals
 
 
-def _scatter(tokens: MaskedTokens, values: np.ndarray | None) -> np.ndarray | None:
-    return None if values is None else tokens.scatter(values)
+def _values_of(field: TokenField | None) -> np.ndarray | None:
+    return None if field is None else field.values
 
 
 def estimate(
     batch: RolloutBatch, inputs: TokenInputs, *, truncated: np.ndarray, algorithm: AlgorithmConfig
 ) -> Estimates:
-    """Return all that `build_experience` computes, in float64 and at the response tokens only."""
-    tokens, rollout = inputs.tokens, inputs.tokens.gather(batch.rollout_log_probs)
-    missing = np.isnan(rollout)
+    """Return all that `build_experience` computes, in the precision of the inputs."""
     if algorithm.old_log_probs is OldLogProbs.rollout:
-        _refuse_missing(batch, tokens, missing, "old_log_probs=rollout needs it (use recompute)")
+        # An engine reports numbers for prompt tokens, too.
+        rollout = np.where(batch.response_mask, batch.rollout_log_probs, np.float32(0))
         inputs = replace(inputs, old_log_probs=rollout)
-    if algorithm.correction.is_on:
-        _refuse_missing(batch, tokens, missing, "rollout correction needs it (turn correction off)")
+    corrected = correct(batch, inputs.old_log_probs, algorithm)
     estimated = estimator_of(algorithm).token_stage(inputs, algorithm.advantage)
-    loss_mask, weights, counts, mismatch = _correct(rollout, inputs.old_log_probs, tokens, algorithm)
+    loss_mask = corrected.loss_mask
     if algorithm.mask_truncated:
-        loss_mask &= ~truncated[tokens.sequence]
-    moments = Moments.of(estimated.advantages)
-    counts["actor/advantages/mean"] = metrics.mean(estimated.advantages.sum(), moments.count)
-    counts["actor/advantages/max"] = metrics.maximum(estimated.advantages.max(initial=-np.inf), moments.count)
-    counts["actor/advantages/min"] = metrics.minimum(estimated.advantages.min(initial=np.inf), moments.count)
-    counts["actor/loss_token_ratio"] = metrics.mean(loss_mask.sum(), moments.count)
+        loss_mask &= np.repeat(~truncated, batch.lengths)
+    loss_tokens = count_tokens(loss_mask, batch.offsets)
+    moments, largest, smallest = masked_moments(estimated.advantages, inputs.mask)
+    counts = {
+        **corrected.metrics,
+        "actor/advantages/mean": metrics.mean(moments.mean * moments.count, moments.count),
+        "actor/advantages/max": metrics.maximum(largest, moments.count),
+        "actor/advantages/min": metrics.minimum(smallest, moments.count),
+        "actor/loss_token_ratio": metrics.mean(loss_tokens.sum(), moments.count),
+    }
     if estimated.returns is not None:
-        counts["critic/returns/mean"] = metrics.mean(estimated.returns.sum(), moments.count)
+        counts["critic/returns/mean"] = metrics.mean(estimated.returns.sum(dtype=np.float64), moments.count)
     totals = ExperienceTotals(
-        loss_tokens=tokens.sums(loss_mask).astype(np.int64),
+        loss_tokens=loss_tokens,
         advantages=moments,
         whitens=whitens_tokens(algorithm),
-        mismatch=mismatch,
+        mismatch=corrected.mismatch,
         metrics=counts,
     )
     return Estimates(
-        tokens=tokens,
         advantages=estimated.advantages,
         returns=estimated.returns,
         old_log_probs=inputs.old_log_probs,
         loss_mask=loss_mask,
-        correction_weights=weights,
+        correction_weights=corrected.weights,
         totals=totals,
     )
-
-
-def _refuse_missing(batch: RolloutBatch, tokens: MaskedTokens, missing: np.ndarray, why: str) -> None:
-    """Raise AlgorithmInputError for the first sequence with a response token that is `missing` [M] bool."""
-    if missing.any():
-        row = int(tokens.sequence[missing.argmax()])
-        raise AlgorithmInputError(int(batch.sequence_ids[row]), "rollout_log_probs", f"is missing, {why}")
-
-
-def _correct(
-    rollout: np.ndarray, old: np.ndarray | None, tokens: MaskedTokens, algorithm: AlgorithmConfig
-) -> tuple[np.ndarray, np.ndarray | None, Metrics, MismatchSums]:
-    """Return kept tokens [M] bool, importance weights [M], metrics and sums of the rollout correction."""
-    config, counts = algorithm.correction, Metrics()
-    kept = np.ones(len(rollout), dtype=bool)
-    if old is None:
-        assert not config.is_on, "correction needs old log-probs"
-        return kept, None, counts, MismatchSums()
-    weights, d, known = None, rollout - old, ~np.isnan(rollout)
-    if config.reject:
-        kept = compute_kept(d, tokens, config.reject)
-        counts["correction/kept_fraction"] = metrics.mean(kept.sum(), len(kept))
-    if config.weight is not None:
-        weights, bounded = compute_weights(d, tokens, config.weight)
-        counts["correction/weight/mean"] = metrics.mean(weights.sum(), len(weights))
-        counts["correction/weight/max"] = metrics.maximum(weights.max(initial=0.0), len(weights))
-        counts["correction/capped_fraction"] = metrics.mean(bounded.sum(), len(weights))
-    if known.any():
-        counts |= compare_log_probs(rollout[known], old[known])
-    mismatch = MismatchSums.of(rollout[known], old[known], weights)
-    if config.is_on and not np.isfinite(d).all():
-        # An infinite log-prob must reach the loss, not vanish in a bound: the step is then reported as not finite.
-        weights = np.where(np.isfinite(d), 1.0 if weights is None else weights, np.nan)
-        kept |= ~np.isfinite(d)
-    return kept, weights, counts, mismatch
 
 
 def merge_whitening(totals: Sequence[ExperienceTotals]) -> Whitening | None:

@@ -1,78 +1,70 @@
-"""Discounted sums of what follows, within each sequence of a packed run of numbers.
+"""Sums over what follows within each sequence, and moments, of packed tokens on a mask.
 
-Shapes: M numbers, B sequences, K slots of a block, C blocks.
+Shapes: N packed tokens, B sequences. Nothing off the mask is read; outputs are exactly 0 there. Many tokens go through
+a compiled loop, few through its twin in torch operations, `tensor_scan`, which also takes tensors
+of any device (tests/algo/test_scan.py holds one against the other). Sums run in float64.
 """
 
-import math
-
+import numpy as np
 import torch
-from torch import Tensor
 
-_CPU_CHUNK = 1 << 18
-"""Numbers scanned at a time on a CPU, so that what is being worked on stays in its cache."""
+from megappo.algo import tensor_scan
+from megappo.algo.masked import Moments
+
+COMPILED_FROM = 1 << 16
+"""Tokens from which the compiled loops are used. Fewer do not repay importing numba, a quarter of a second, and
+compiling, seconds where nothing is cached."""
 
 
-def discounted_suffix_sums(values: Tensor, offsets: Tensor, decay: float) -> Tensor:
-    """Return y [M] with y_t = x_t + decay * y_(t+1) inside each sequence; y of a last token is x.
-
-    A blocked scan: sequences are cut into blocks of K ~ sqrt(longest), all blocks are scanned side by side, then the
-    blocks of a sequence are chained. About 3 sqrt(longest) vector operations, on CPU or GPU, in the dtype of `values`.
+def suffix_sums(values: np.ndarray, mask: np.ndarray, offsets: np.ndarray, decay: float) -> np.ndarray:
+    """Return y [N] with y_t = x_t + decay * y_next, "next" being the next token on the mask of the same sequence.
 
     Args:
-        values: [M] float; offsets: [B+1] int64, both on one device.
+        values: [N] float32 or float64; offsets: [B+1] int64.
     """
-    if decay == 0 or not len(values):
-        return values.clone()
-    if values.device.type != "cpu":
-        return _scan(values, offsets, decay)
-    out = torch.empty_like(values)
-    first, sequences = 0, len(offsets) - 1
-    while first < sequences:
-        # At least one sequence, then as many as fit.
-        fitting = int(torch.searchsorted(offsets, offsets[first] + _CPU_CHUNK, right=True)) - 1
-        last = min(max(fitting, first + 1), sequences)
-        start, end = int(offsets[first]), int(offsets[last])
-        out[start:end] = _scan(values[start:end], offsets[first : last + 1] - start, decay)
-        first = last
+    if len(values) < COMPILED_FROM:
+        layout = torch.as_tensor(mask), torch.as_tensor(offsets)
+        found = tensor_scan.suffix_sums(_double(values), *layout, decay)
+        return found.numpy().astype(values.dtype, copy=False)
+    from megappo.algo import compiled
+
+    out = np.empty_like(values)
+    compiled.suffix_sums(values, mask, offsets, decay, out)
     return out
 
 
-def _scan(values: Tensor, offsets: Tensor, decay: float) -> Tensor:
-    """Scan a run of sequences at once; the arguments are those of `discounted_suffix_sums`."""
-    lengths = offsets.diff()
-    longest = int(lengths.max()) if len(lengths) else 0
-    slots = 1 << max(0, math.isqrt(longest).bit_length() - 1)
-    blocks = (lengths + slots - 1) // slots
-    first_block = blocks.cumsum(0) - blocks
-    # Each sequence starts a block; the rest of its last block is filled with zeros.
-    cell = torch.repeat_interleave(first_block * slots - offsets[:-1], lengths)
-    cell += torch.arange(len(values), device=values.device)
-    padded = values.new_zeros(int(blocks.sum()) * slots)
-    padded[cell] = values
-    grid = padded.view(-1, slots).t().contiguous()  # [K, C]
-    for slot in range(slots - 2, -1, -1):
-        grid[slot].add_(grid[slot + 1], alpha=decay)
-    carry = _chain_blocks(grid[0], first_block, blocks, decay**slots)
-    for slot in range(slots):
-        grid[slot].add_(carry, alpha=decay ** (slots - slot))
-    return grid.t().reshape(-1)[cell]
-
-
-def _chain_blocks(heads: Tensor, first_block: Tensor, blocks: Tensor, decay: float) -> Tensor:
-    """Return for each block the scanned value at the first token of the block after it; 0 after a last block.
+def generalized_advantages(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, offsets: np.ndarray, *, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return advantages A [N] and returns A + V [N]: A_t = R_t + gamma V_next - V_t + gamma lam A_next, "next" being
+    the next token on the mask of the same sequence (none: V and A are 0).
 
     Args:
-        heads: [C] scanned value at the first token of each block, its own block only.
-        first_block, blocks: [B] first block and number of blocks per sequence.
-        decay: of a whole block.
+        rewards, values: [N] float32 or float64; offsets: [B+1] int64.
     """
-    carry = torch.zeros_like(heads)
-    sizes, by_size = blocks.sort(descending=True)
-    starts = first_block[by_size]
-    largest = int(sizes[0])
-    # Sequences with more than j blocks are a prefix of the sorted ones.
-    prefix = torch.searchsorted(-sizes, -torch.arange(largest, device=sizes.device)).cpu().numpy()
-    for block in range(largest - 2, -1, -1):
-        after = starts[: int(prefix[block + 1])] + block + 1
-        carry[after - 1] = heads[after] + decay * carry[after]
-    return carry
+    if len(values) < COMPILED_FROM:
+        layout = torch.as_tensor(mask), torch.as_tensor(offsets)
+        found = tensor_scan.generalized_advantages(_double(rewards), _double(values), *layout, gamma=gamma, lam=lam)
+        advantages, returns = (out.numpy().astype(values.dtype, copy=False) for out in found)
+        return advantages, returns
+    from megappo.algo import compiled
+
+    out = np.empty_like(values), np.empty_like(values)
+    compiled.generalized_advantages(rewards, values, mask, offsets, gamma, lam, *out)
+    return out
+
+
+def masked_moments(values: np.ndarray, mask: np.ndarray) -> tuple[Moments, float, float]:
+    """Return the moments, the largest and the smallest of the values [N] on the mask [N]; -inf and inf of none."""
+    if len(values) < COMPILED_FROM:
+        return tensor_scan.masked_moments(torch.as_tensor(values), torch.as_tensor(mask))
+    from megappo.algo import compiled
+
+    out = np.empty(5)
+    compiled.masked_moments(values, mask, out)
+    count, mean, m2, largest, smallest = out.tolist()
+    return Moments(count=count, mean=mean, m2=m2), largest, smallest
+
+
+def _double(values: np.ndarray) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch
 
 from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.kl import compute_kl, k3_is_capped
-from megappo.algo.masked import MaskedTokens, compact
+from megappo.algo.masked import MaskedTokens, compact, sequence_runs
 from megappo.batch.stages import RolloutBatch, TokenField
 from megappo.config.algorithm import AlgorithmConfig, OverlongConfig
 from megappo.observability import metrics
@@ -48,15 +48,24 @@ def compute_token_rewards(
         old_log_probs, ref_log_probs: needed when KL in reward is on.
         kl_coef: the coefficient of this step (the controller may have moved it).
     """
-    tokens = compact(batch.response_mask, batch.offsets)
-    rewards = place_on_last_token(scores, tokens)
-    difference = None
-    if old_log_probs is not None and ref_log_probs is not None and algorithm.kl.in_reward.coef > 0:
-        difference = tokens.gather(old_log_probs.values) - tokens.gather(ref_log_probs.values)
-    rewards, kl, counts = penalize(rewards, tokens, difference=difference, algorithm=algorithm, kl_coef=kl_coef)
-    counts["rollout/truncated_ratio"] = metrics.mean(truncated.sum(), len(truncated))
-    field = TokenField(offsets=batch.offsets, values=tokens.scatter(rewards), sequence_ids=batch.sequence_ids)
-    return field, RewardTotals(returns=tokens.sums(rewards), kl=kl, metrics=counts)
+    values = np.zeros(batch.num_tokens, dtype=np.float32)
+    returns, kl = np.zeros(batch.num_sequences), np.zeros(batch.num_sequences)
+    counts: list[Metrics] = [{"rollout/truncated_ratio": metrics.mean(truncated.sum(), len(truncated))}]
+    for first, last in sequence_runs(batch.offsets):
+        run = slice(batch.offsets[first], batch.offsets[last])
+        tokens = compact(batch.response_mask[run], batch.offsets[first : last + 1] - run.start)
+        rewards = place_on_last_token(scores[first:last], tokens)
+        difference = None
+        if old_log_probs is not None and ref_log_probs is not None and algorithm.kl.in_reward.coef > 0:
+            difference = tokens.gather(old_log_probs.values[run]) - tokens.gather(ref_log_probs.values[run])
+        rewards, kl[first:last], found = penalize(
+            rewards, tokens, difference=difference, algorithm=algorithm, kl_coef=kl_coef
+        )
+        values[run][tokens.index] = rewards
+        returns[first:last] = tokens.sums(rewards)
+        counts.append(found)
+    field = TokenField(offsets=batch.offsets, values=values, sequence_ids=batch.sequence_ids)
+    return field, RewardTotals(returns=returns, kl=kl, metrics=metrics.merge(counts))
 
 
 def place_on_last_token(scores: np.ndarray, tokens: MaskedTokens) -> np.ndarray:
@@ -119,8 +128,10 @@ def penalize(
         return rewards, np.full(len(lengths), np.nan), counts
     estimator = algorithm.kl.in_reward.estimator
     kl = compute_kl(torch.as_tensor(difference), estimator).numpy()
-    # k3 is bounded; an infinite difference must not vanish in the bound.
-    kl = np.where(np.isfinite(difference), kl, np.nan)
+    finite = np.isfinite(difference)
+    if not finite.all():
+        # k3 is bounded; an infinite difference must not vanish in the bound.
+        kl = np.where(finite, kl, np.nan)
     per_sequence = tokens.means(kl)
     counts["kl/in_reward/mean"] = metrics.mean(per_sequence[lengths > 0].sum(), (lengths > 0).sum())
     if estimator.startswith("k3"):

@@ -129,11 +129,25 @@ def brute_force(case: LossCase, algorithm: AlgorithmConfig) -> tuple[float, np.n
             total = loss * case.correction_weights[t]
             total = total - algorithm.entropy.coef * case.entropy[t]
             d = log_probs[t] - case.ref_log_probs[t]
-            tokens.append(total + algorithm.kl.in_loss.coef * (torch.exp(-d) - 1 + d))
+            tokens.append(total + algorithm.kl.in_loss.coef * _KL[algorithm.kl.in_loss.estimator](d))
         per_sequence.append(tokens)
     loss = _aggregate(per_sequence, case.group_ids, algorithm)
     (gradient,) = torch.autograd.grad(loss, log_probs)
     return loss.item(), gradient.numpy()
+
+
+def _like_k2(value: Tensor, d: Tensor) -> Tensor:
+    """The given value with the gradient of d^2 / 2."""
+    return value.detach() + d.detach() * (d - d.detach())
+
+
+_KL: dict[str, Callable[[Tensor], Tensor]] = {
+    "abs": torch.abs,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: torch.exp(-d) - 1 + d,
+    "k1+": lambda d: _like_k2(d, d),
+    "k3+": lambda d: _like_k2(torch.exp(-d) - 1 + d, d),
+}
 
 
 def _mean(numbers: list[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from megappo.algo.kl import compute_kl
 from megappo.algo.losses import ValueLossBatch, compute_value_loss
 from megappo.algo.masked import Moments, whiten
 from megappo.algo.token_rewards import move_onto_tokens
+from megappo.batch.fields import offsets_of
 from megappo.config.algorithm import (
     AdvantageConfig,
     Aggregation,
@@ -69,7 +70,8 @@ class Step:
             )
             sequence = compute_sequence_advantages(inputs, algorithm)
         inputs = TokenInputs(
-            tokens=self.tokens,
+            mask=np.ones(sum(LENGTHS), dtype=bool),
+            offsets=offsets_of(LENGTHS),
             rewards=self.rewards,
             group_ids=GROUPS,
             sequence_advantages=sequence,

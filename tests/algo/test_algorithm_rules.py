@@ -7,14 +7,21 @@ from typing import Any, cast
 import pytest
 from omegaconf import OmegaConf
 
-from megappo.cli.algorithm_case import parse_algorithm
-from megappo.config.algorithm import AlgorithmConfig, CorrectionLevel, OverlongConfig, RejectEstimator
+from megappo.cli.algorithm_section import parse_algorithm
+from megappo.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionLevel,
+    DynamicSamplingConfig,
+    OnExhausted,
+    OverlongConfig,
+    RejectEstimator,
+)
 from megappo.config.algorithm_declarations import (
     ESTIMATOR_DECLARATIONS,
     LOSS_DECLARATIONS,
     reads_old_log_probs,
 )
-from megappo.config.algorithm_rules import algorithm_violations
+from megappo.config.algorithm_rules import algorithm_notes, algorithm_violations
 from megappo.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "algorithm"
@@ -87,6 +94,22 @@ def test_every_section_may_be_written_out() -> None:
 GDPO = {"name": "gdpo", "reward_keys": ["a", "b"]}
 WEIGHT = {"level": "token", "mode": "truncate"}
 
+INFINITE: list[tuple[str, dict[str, Any]]] = [
+    ("advantage.alpha", {"advantage": {"name": "gpg", "alpha": math.inf}}),
+    ("policy_loss.tau_positive", {"policy_loss": {"name": "sapo", "tau_positive": math.inf}}),
+    ("policy_loss.tau_negative", {"policy_loss": {"name": "sapo", "tau_negative": math.inf}}),
+    ("policy_loss.selected_kl_coef", {"policy_loss": {"name": "kl_cov", "selected_kl_coef": math.inf}}),
+    (
+        "policy_loss.constant_length",
+        {"policy_loss": {"aggregation": "token_sum_constant", "constant_length": math.inf}},
+    ),
+    ("kl.in_reward.coef", {"kl": {"in_reward": {"coef": math.inf}}}),
+    ("kl.in_reward.target", {"kl": {"in_reward": {"coef": 0.1, "controller": "adaptive", "target": math.inf}}}),
+    ("kl.in_loss.coef", {"kl": {"in_loss": {"coef": math.inf}}}),
+    ("overlong.factor", {"overlong": {"factor": math.inf}}),
+]
+"""Numbers that take part in arithmetic; a bound may be infinite (no bound)."""
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("advantage.name", {"advantage": {"name": "grppo"}}, "is unknown"),
     ("policy_loss.name", {"policy_loss": {"name": "ppo"}}, "is unknown"),
@@ -152,8 +175,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("overlong.factor", {"overlong": {"factor": -1.0}}, "must be 0 or more"),
     ("value_loss.clip", {"value_loss": {"clip": 0.0}}, "must be above 0"),
     ("entropy.coef", {"entropy": {"coef": math.inf}}, "must be finite"),
-    ("sampling.max_rounds", {"sampling": {"max_rounds": -1}}, "must be 0 or more"),
-    ("sampling.on_exhausted", {"sampling": {"on_exhausted": "stop"}}, "is not used with sampling.max_rounds=0"),
+    *[(key, given, "finite") for key, given in INFINITE],
 ]
 
 
@@ -163,6 +185,44 @@ def test_a_broken_rule_names_its_key(key: str, given: dict[str, Any], rule: str)
         parse_algorithm(given)
     broken = [violation for violation in refused.value.violations if violation.key == f"algorithm.{key}"]
     assert len(broken) == 1 and rule in broken[0].rule and broken[0].remedy
+
+
+def test_a_bound_may_be_infinite() -> None:
+    parse_algorithm({"policy_loss": {"clip": {"low": math.inf, "high": math.inf}}, "value_loss": {"clip": math.inf}})
+    parse_algorithm({"correction": {"weight": {"high": math.inf}, "reject": [{"low": -math.inf, "high": math.inf}]}})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "key", "rule"),
+    [
+        (DynamicSamplingConfig(max_rounds=-1), "max_rounds", "must be 0 or more"),
+        (
+            DynamicSamplingConfig(on_exhausted=OnExhausted.stop),
+            "on_exhausted",
+            "is not used with sampling.max_rounds=0",
+        ),
+        (DynamicSamplingConfig(oversample=1.5), "oversample", "is not used with sampling.max_rounds=0"),
+        (DynamicSamplingConfig(max_rounds=2, oversample=0.5), "oversample", "must be 1 or more"),
+        (DynamicSamplingConfig(max_rounds=2, oversample=math.nan), "oversample", "must be 1 or more"),
+        (DynamicSamplingConfig(max_rounds=2, oversample=math.inf), "oversample", "finite"),
+    ],
+)
+def test_sampling_control_that_cannot_work_is_refused(sampling: DynamicSamplingConfig, key: str, rule: str) -> None:
+    (broken,) = algorithm_violations(AlgorithmConfig(sampling=sampling), samples_per_prompt=2)
+    assert broken.key == f"algorithm.sampling.{key}" and rule in broken.rule and broken.remedy
+
+
+def test_over_sampling_goes_with_dynamic_sampling() -> None:
+    sampling = DynamicSamplingConfig(max_rounds=2, oversample=1.5)
+    assert algorithm_violations(AlgorithmConfig(sampling=sampling), samples_per_prompt=2) == []
+
+
+def test_a_rejection_of_tokens_on_which_both_engines_agree_is_noted() -> None:
+    # The bounds that are left out are those of a ratio, 1 where the engines agree; k1, k2 and k3 are 0 there.
+    assert algorithm_notes(parse_algorithm({"correction": {"reject": [{"estimator": "ratio"}]}})) == []
+    assert algorithm_notes(parse_algorithm({"correction": {"reject": [{"estimator": "k3", "low": 0.0}]}})) == []
+    (note,) = algorithm_notes(parse_algorithm({"correction": {"reject": [{}, {"estimator": "k3"}]}}))
+    assert note.startswith("algorithm.correction.reject[1]: [0.5, 2] removes tokens on which both engines agree")
 
 
 def test_all_broken_rules_are_named_at_once() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.algo.dynamic_sampling import SamplingOutcome, decide_sampling, has_signal
+from megappo.algo.dynamic_sampling import SamplingOutcome, decide_sampling, has_signal, prompts_to_draw
 from megappo.config.algorithm import DynamicSamplingConfig, OnExhausted
 
 GOOD, FLAT = [1.0, 0.0], [1.0, 1.0]
@@ -40,6 +40,29 @@ def test_surplus_groups_are_carried_to_the_next_step() -> None:
     decision = decide_sampling({9: GOOD, 4: GOOD, 6: GOOD}, target=2, rounds=1, config=config(2))
     assert decision.outcome is SamplingOutcome.train
     assert decision.kept == [4, 6] and decision.surplus == [9]
+
+
+@pytest.mark.parametrize(
+    ("missing", "oversample", "draws"),
+    [
+        (4, 1.0, 4),
+        (4, 1.5, 6),
+        (3, 1.5, 5),
+        (10, 1.1, 11),
+        (1, 1.01, 2),
+        (0, 3.0, 0),
+        (7, 2.0, 14),
+        (1000, 1.001, 1001),
+    ],
+)
+def test_a_round_draws_the_factor_times_the_missing_groups_rounded_up(
+    missing: int, oversample: float, draws: int
+) -> None:
+    config = DynamicSamplingConfig(max_rounds=2, oversample=oversample)
+    assert prompts_to_draw(missing, config) == draws
+    if missing:
+        decision = decide_sampling({1: FLAT}, target=missing, rounds=1, config=config)
+        assert decision.refill == draws and decision.outcome is SamplingOutcome.refill
 
 
 def test_a_group_with_a_score_that_is_not_finite_is_kept_so_that_it_is_reported() -> None:

@@ -323,11 +323,6 @@ def test_a_field_may_be_left_out_of_an_empty_sequence(inspect: Any) -> None:
     assert found["advantages"] == [[0, 0], [1]] and found["gradient"] == [[0, 0], [-1]]
 
 
-def test_sampling_control_is_refused_since_nothing_is_sampled(inspect: Any) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm.sampling.max_rounds=4 cannot be used here"):
-        inspect([OK], sampling={"max_rounds": 4})
-
-
 def test_broken_rules_are_refused_with_their_keys(inspect: Any) -> None:
     with pytest.raises(ConfigError, match=r"algorithm.kl.in_loss.estimator=k1 has zero expected gradient"):
         inspect([OK], kl={"in_loss": {"estimator": "k1", "coef": 0.1}})

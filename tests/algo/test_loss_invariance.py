@@ -21,6 +21,7 @@ from megappo.config.algorithm import (
     PolicyLossConfig,
 )
 from megappo.config.algorithm_declarations import LOSS_DECLARATIONS
+from megappo.config.algorithm_rules import KL_ESTIMATORS
 from megappo.observability.metrics import merge, values
 from tests.algo.loss_batches import TOKEN_FIELDS, brute_force, make_case, run_loss, weights_of
 
@@ -45,7 +46,11 @@ def variants() -> list[tuple[str, AlgorithmConfig]]:
             )
             found.append((f"{name}-{mode.value}", algorithm))
     dppo = PolicyLossConfig(name="dppo", divergence=Divergence.binary_kl, delta=0.02)
-    return [*found, ("dppo-binary_kl", AlgorithmConfig(policy_loss=dppo))]
+    kl_forms = [
+        (f"kl-{estimator}", AlgorithmConfig(kl=KLConfig(in_loss=KLInLossConfig(estimator=estimator, coef=0.5))))
+        for estimator in ("abs", "k2", "k1+", "k3+")
+    ]
+    return [*found, ("dppo-binary_kl", AlgorithmConfig(policy_loss=dppo)), *kl_forms]
 
 
 VARIANTS = variants()
@@ -54,8 +59,10 @@ parametrize_losses = pytest.mark.parametrize(
 )
 
 
-def test_every_registered_loss_is_covered() -> None:
+def test_every_registered_loss_and_kl_form_is_covered() -> None:
     assert set(POLICY_LOSSES.names()) == set(LOSS_DECLARATIONS)
+    # k1 is refused as a loss.
+    assert {algorithm.kl.in_loss.estimator for _, algorithm in VARIANTS} | {"k1"} == set(KL_ESTIMATORS)
 
 
 @parametrize_losses

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megappo.algo.advantages import estimator_of
 from megappo.algo.advantages.base import TokenAdvantages, TokenInputs
 from megappo.algo.token_rewards import place_on_last_token
+from megappo.batch.fields import offsets_of
 from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig
 from tests.algo.packed import flatten, tokens_of
 
@@ -15,17 +16,21 @@ from tests.algo.packed import flatten, tokens_of
 def run(
     name: str, masks: list[list[int]], *, gamma: float = 1.0, lam: float = 1.0, **fields: object
 ) -> TokenAdvantages:
-    """Run an estimator; per-token fields are given on all tokens."""
-    tokens = tokens_of(masks)
-    compacted = {
-        key: tokens.gather(flatten(rows)) if key != "sequence_advantages" else np.array(rows)  # type: ignore[arg-type]
+    """Run an estimator on fields that are given on all tokens; return what it gives the response tokens."""
+    mask = flatten(masks).astype(bool)
+    given = {
+        key: flatten(rows) if key != "sequence_advantages" else np.array(rows)  # type: ignore[arg-type]
         for key, rows in fields.items()
         if key != "groups"
     }
     groups = np.array(fields.get("groups", range(len(masks))))
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(name=name, gamma=gamma, lam=lam))
-    inputs = TokenInputs(tokens=tokens, group_ids=groups, **compacted)  # type: ignore[arg-type]
-    return estimator_of(algorithm).token_stage(inputs, algorithm.advantage)
+    offsets = offsets_of([len(row) for row in masks])
+    inputs = TokenInputs(mask=mask, offsets=offsets, group_ids=groups, **given)  # type: ignore[arg-type]
+    found = estimator_of(algorithm).token_stage(inputs, algorithm.advantage)
+    assert not found.advantages[~mask].any()
+    returns = None if found.returns is None else found.returns[mask]
+    return TokenAdvantages(advantages=found.advantages[mask], returns=returns)
 
 
 def test_gae_on_a_hand_computed_table() -> None:

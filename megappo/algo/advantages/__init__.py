@@ -26,7 +26,7 @@ from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS as DECL
 from megappo.config.algorithm_declarations import AdvantageScope, EstimatorDeclaration
 from megappo.observability import metrics
 from megappo.observability.metrics import Metrics
-from megappo.registry import Registry
+from megappo.registry import Registry, RegistryError
 
 ESTIMATORS: Registry[Estimator | SequenceStage] = Registry("advantage estimator")
 ESTIMATORS.register("gae", Estimator(declaration=DECLARED["gae"], token_stage=gae))
@@ -52,10 +52,12 @@ ESTIMATORS.register(
 
 
 def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
-    """Return the configured estimator. Raises RegistryError for an unknown name."""
+    """Return the configured estimator. Raises RegistryError for a name that is unknown or names no estimator."""
     entry = ESTIMATORS.get(algorithm.advantage.name)
     if isinstance(entry, Estimator):
         return entry
+    if not callable(entry):
+        raise RegistryError(f"{algorithm.advantage.name} is neither an Estimator nor a function of its sequence stage")
     return Estimator(declaration=EstimatorDeclaration(scope=AdvantageScope.sequence), sequence_stage=entry)
 
 
@@ -81,6 +83,7 @@ def compute_sequence_advantages(inputs: SequenceInputs, algorithm: AlgorithmConf
 
     Raises:
         AlgorithmInputError: a sequence brings what the estimator cannot take; names the sequence and the field.
+        RegistryError: an estimator from outside gave something else than one number a sequence.
     """
     stage = estimator_of(algorithm).sequence_stage
     assert stage is not None, "only estimators of scope sequence run on the controller"
@@ -89,7 +92,11 @@ def compute_sequence_advantages(inputs: SequenceInputs, algorithm: AlgorithmConf
     if rows.size:
         # A score that is not finite makes advantages that are not: the update reports them, numpy need not.
         with np.errstate(invalid="ignore"):
-            advantages[rows] = stage(inputs.select(rows), algorithm.advantage)
+            found = np.asarray(stage(inputs.select(rows), algorithm.advantage))
+        if found.shape != rows.shape:
+            rule = f"gave advantages of shape {found.shape}, must give one for each of {rows.size} sequences"
+            raise RegistryError(f"{algorithm.advantage.name} {rule}")
+        advantages[rows] = found
     return advantages
 
 
@@ -98,7 +105,8 @@ def group_metrics(inputs: SequenceInputs) -> Metrics:
     rows = np.flatnonzero(inputs.response_tokens > 0)
     if not rows.size:
         return {}
-    groups = GroupedValues(inputs.scores[rows], inputs.group_ids[rows])
+    with np.errstate(invalid="ignore"):
+        groups = GroupedValues(inputs.scores[rows], inputs.group_ids[rows])
     count = len(groups.sizes)
     return {
         "rollout/groups": metrics.total(count),

@@ -1,6 +1,6 @@
 """What an advantage estimator is given and gives back.
 
-Shapes: B sequences, M response tokens (compacted), G groups. All numbers are float64.
+Shapes: B sequences, N packed tokens, G groups. Numbers of sequences are float64.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megappo.algo.masked import MaskedTokens
 from megappo.config.algorithm import AdvantageConfig
 from megappo.config.algorithm_declarations import AdvantageScope, EstimatorDeclaration
 
@@ -45,31 +44,41 @@ class SequenceInputs:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TokenInputs:
-    """What estimators of scope `token` and `group_token` see: the response tokens of one shard."""
+    """What estimators of scope `token` and `group_token` see: the packed tokens of one shard. Off the mask the fields
+    may hold anything, NaN included: `compact` and the functions of `megappo.algo.scan` don't read it."""
 
-    tokens: MaskedTokens
+    mask: np.ndarray
+    """[N] bool, True on response tokens."""
+    offsets: np.ndarray
+    """[B+1] int64."""
     rewards: np.ndarray
-    """[M] token rewards, penalties and KL included."""
+    """[N] float32 or float64: token rewards, penalties and KL included."""
     group_ids: np.ndarray
     """[B] int64."""
     sequence_advantages: np.ndarray | None = None
     """[B]: from the sequence stage of the estimator, if it has one."""
     values: np.ndarray | None = None
-    """[M] critic value of the state before each token."""
+    """[N] critic value of the state before each token."""
     old_log_probs: np.ndarray | None = None
-    """[M]."""
+    """[N]."""
     sum_pi_squared: np.ndarray | None = None
-    """[M] sum over the vocabulary of squared probabilities."""
+    """[N] sum over the vocabulary of squared probabilities."""
+
+    def spread(self, per_sequence: np.ndarray) -> np.ndarray:
+        """Return a number per sequence [B] at each of its response tokens and 0 elsewhere, [N]."""
+        spread = np.repeat(per_sequence.astype(self.rewards.dtype), np.diff(self.offsets))
+        np.copyto(spread, 0, where=~self.mask)
+        return spread
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TokenAdvantages:
-    """Advantages before whitening, and the critic's targets where the estimator has a critic."""
+    """Advantages before whitening, and the critic's targets where the estimator has a critic; 0 off the mask."""
 
     advantages: np.ndarray
-    """[M]."""
+    """[N]."""
     returns: np.ndarray | None = None
-    """[M]."""
+    """[N]."""
 
 
 SequenceStage = Callable[[SequenceInputs, AdvantageConfig], np.ndarray]
@@ -80,7 +89,7 @@ TokenStage = Callable[[TokenInputs, AdvantageConfig], TokenAdvantages]
 def spread_over_tokens(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
     """Give every response token the advantage of its sequence."""
     assert inputs.sequence_advantages is not None
-    return TokenAdvantages(advantages=inputs.sequence_advantages[inputs.tokens.sequence])
+    return TokenAdvantages(advantages=inputs.spread(inputs.sequence_advantages))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

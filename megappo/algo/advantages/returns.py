@@ -1,21 +1,15 @@
 """Estimators that sum the rewards that follow a token.
 
-Shapes: M response tokens, B sequences. "Next" is the next response token of the same sequence: prompt, tool and
+Shapes: N packed tokens, B sequences. "Next" is the next response token of the same sequence: prompt, tool and
 observation tokens are jumped over, with neither decay nor reward.
 """
 
 import numpy as np
-import torch
 
 from megappo.algo.advantages.base import SequenceInputs, TokenAdvantages, TokenInputs
 from megappo.algo.errors import AlgorithmInputError
-from megappo.algo.scan import discounted_suffix_sums
+from megappo.algo.scan import generalized_advantages, suffix_sums
 from megappo.config.algorithm import AdvantageConfig
-
-
-def discounted_returns(rewards: np.ndarray, offsets: np.ndarray, decay: float) -> np.ndarray:
-    """Return G_t = R_t + decay G_next of rewards [M] with offsets [B+1] int64, [M] float64."""
-    return discounted_suffix_sums(torch.as_tensor(rewards), torch.as_tensor(offsets), decay).numpy()
 
 
 def gae(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
@@ -28,13 +22,10 @@ def gae(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
     Use: PPO with a critic; long responses where a baseline per token pays.
     """
     assert inputs.values is not None
-    values, tokens = inputs.values, inputs.tokens
-    next_values = np.zeros_like(values)
-    next_values[:-1] = values[1:]
-    next_values[tokens.offsets[1:][tokens.lengths > 0] - 1] = 0.0
-    deltas = inputs.rewards + config.gamma * next_values - values
-    advantages = discounted_returns(deltas, tokens.offsets, config.gamma * config.lam)
-    return TokenAdvantages(advantages=advantages, returns=advantages + values)
+    advantages, returns = generalized_advantages(
+        inputs.rewards, inputs.values, inputs.mask, inputs.offsets, gamma=config.gamma, lam=config.lam
+    )
+    return TokenAdvantages(advantages=advantages, returns=returns)
 
 
 def reinforce_plus_plus(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
@@ -45,7 +36,7 @@ def reinforce_plus_plus(inputs: TokenInputs, config: AdvantageConfig) -> TokenAd
     Config: gamma, whiten.
     Use: one sample per prompt and no critic; KL in reward gives a signal per token.
     """
-    return TokenAdvantages(advantages=discounted_returns(inputs.rewards, inputs.tokens.offsets, config.gamma))
+    return TokenAdvantages(advantages=suffix_sums(inputs.rewards, inputs.mask, inputs.offsets, config.gamma))
 
 
 def remax_baseline(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
@@ -64,5 +55,5 @@ def remax(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
     Use: one sample per prompt; the baseline costs one greedy answer per prompt.
     """
     assert inputs.sequence_advantages is not None
-    returns = discounted_returns(inputs.rewards, inputs.tokens.offsets, 1.0)
-    return TokenAdvantages(advantages=returns + inputs.sequence_advantages[inputs.tokens.sequence])
+    returns = suffix_sums(inputs.rewards, inputs.mask, inputs.offsets, 1.0)
+    return TokenAdvantages(advantages=returns + inputs.spread(inputs.sequence_advantages))

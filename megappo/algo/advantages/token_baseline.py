@@ -6,7 +6,8 @@ Shapes: M response tokens, B sequences.
 import numpy as np
 
 from megappo.algo.advantages.base import TokenAdvantages, TokenInputs
-from megappo.algo.advantages.returns import discounted_returns
+from megappo.algo.masked import compact
+from megappo.algo.scan import suffix_sums
 from megappo.batch.fields import offsets_of
 from megappo.config.algorithm import AdvantageConfig
 
@@ -23,24 +24,25 @@ def optimal_token_baseline(inputs: TokenInputs, config: AdvantageConfig) -> Toke
     Use: long responses with terminal rewards, when the group mean is too noisy a baseline.
     """
     assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None
-    tokens = inputs.tokens
-    returns = discounted_returns(inputs.rewards, tokens.offsets, 1.0)
-    energy = 1.0 - 2.0 * np.exp(inputs.old_log_probs) + inputs.sum_pi_squared
-    weights = _running_sums(energy, tokens.lengths)
+    tokens = compact(inputs.mask, inputs.offsets)
+    sequence, everywhere = tokens.sequence, np.ones(len(tokens.index), dtype=bool)
+    returns = suffix_sums(tokens.gather(inputs.rewards), everywhere, tokens.offsets, 1.0)
+    old_log_probs, sum_pi_squared = tokens.gather(inputs.old_log_probs), tokens.gather(inputs.sum_pi_squared)
+    weights = _running_sums(1.0 - 2.0 * np.exp(old_log_probs) + sum_pi_squared, tokens.lengths)
     occupied = tokens.lengths > 0
     _, group = np.unique(inputs.group_ids, return_inverse=True)
     longest = int(tokens.lengths.max()) if len(tokens.lengths) else 0
-    step = np.arange(len(returns)) - tokens.offsets[tokens.sequence]
-    cell = group[tokens.sequence] * longest + step
+    step = np.arange(len(returns)) - tokens.offsets[sequence]
+    cell = group[sequence] * longest + step
     count, weight = np.bincount(cell), np.bincount(cell, weights=weights)
     weighted = np.bincount(cell, weights=returns * weights)
     defined = (count > 1) & (weight != 0)
     baseline = np.where(defined, weighted / np.where(defined, weight, 1.0), 0.0)[cell]
-    alone = np.bincount(group, weights=occupied)[group[tokens.sequence]] == 1
-    return TokenAdvantages(advantages=np.where(alone, 0.0, returns - baseline))
+    alone = np.bincount(group, weights=occupied)[group[sequence]] == 1
+    return TokenAdvantages(advantages=tokens.scatter(np.where(alone, 0.0, returns - baseline), inputs.rewards.dtype))
 
 
 def _running_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the sum of each sequence's values up to and including each token, [M]; lengths [B]."""
-    backwards = discounted_returns(values[::-1].copy(), offsets_of(lengths[::-1]), 1.0)
+    backwards = suffix_sums(values[::-1].copy(), np.ones(len(values), dtype=bool), offsets_of(lengths[::-1]), 1.0)
     return backwards[::-1].copy()

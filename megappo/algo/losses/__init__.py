@@ -22,7 +22,7 @@ from megappo.algo.losses.value import ValueLossBatch, compute_value_loss
 from megappo.config.algorithm import Aggregation, AlgorithmConfig
 from megappo.config.algorithm_declarations import LOSS_DECLARATIONS as DECLARED
 from megappo.config.algorithm_declarations import LossDeclaration
-from megappo.registry import Registry
+from megappo.registry import Registry, RegistryError
 
 __all__ = [
     "POLICY_LOSSES",
@@ -51,9 +51,13 @@ POLICY_LOSSES.register("kl_cov", PolicyLoss(declaration=DECLARED["kl_cov"], func
 
 
 def policy_loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:
-    """Return the configured policy loss. Raises RegistryError for an unknown name."""
+    """Return the configured policy loss. Raises RegistryError for a name that is unknown or names no loss."""
     entry = POLICY_LOSSES.get(algorithm.policy_loss.name)
-    return entry if isinstance(entry, PolicyLoss) else PolicyLoss(declaration=LossDeclaration(), function=entry)
+    if isinstance(entry, PolicyLoss):
+        return entry
+    if not callable(entry):
+        raise RegistryError(f"{algorithm.policy_loss.name} is neither a PolicyLoss nor a function")
+    return PolicyLoss(declaration=LossDeclaration(), function=entry)
 
 
 def aggregation_of(algorithm: AlgorithmConfig) -> Aggregation:

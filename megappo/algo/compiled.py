@@ -1,0 +1,99 @@
+"""Loops that only a compiler makes fast, by numba. `megappo.algo.scan` chooses between them and their twins in torch
+operations (`megappo.algo.tensor_scan`).
+
+Shapes: N packed tokens, B sequences. Arrays of tokens are float32 or float64, sums run in float64. What is compiled is
+kept beside this file, where that cannot be written in the user's cache (or in NUMBA_CACHE_DIR), and where nothing can
+be written it is compiled in each process.
+"""
+
+from collections.abc import Callable
+
+import numba  # pyright: ignore[reportMissingTypeStubs]  # it has none
+import numpy as np
+
+_BLOCK = 1024
+"""Tokens whose squared deviations are summed around their own mean, in two passes over cached numbers."""
+
+
+def _compile(function: Callable[..., None]) -> Callable[..., None]:
+    # A product and the sum it goes into may be rounded once: half the time, and closer to the exact number.
+    options = {"fastmath": {"contract"}, "nogil": True}
+    try:
+        return numba.njit(cache=True, **options)(function)  # pyright: ignore
+    except RuntimeError:
+        # Raised where no directory can be written that would keep the result.
+        return numba.njit(**options)(function)  # pyright: ignore
+
+
+@_compile
+def suffix_sums(values: np.ndarray, mask: np.ndarray, offsets: np.ndarray, decay: float, out: np.ndarray) -> None:
+    """See `tensor_scan.suffix_sums`; `out` [N] is overwritten."""
+    for sequence in range(len(offsets) - 1):
+        following = 0.0
+        for token in range(offsets[sequence + 1] - 1, offsets[sequence] - 1, -1):
+            if mask[token]:
+                following = values[token] + decay * following
+                out[token] = following
+            else:
+                out[token] = 0.0
+
+
+@_compile
+def generalized_advantages(  # eight arguments: numba takes neither keywords nor dataclasses
+    rewards: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+    offsets: np.ndarray,
+    gamma: float,
+    lam: float,
+    advantages: np.ndarray,
+    returns: np.ndarray,
+) -> None:
+    """See `tensor_scan.generalized_advantages`; `advantages` and `returns` [N] are overwritten."""
+    decay = gamma * lam
+    for sequence in range(len(offsets) - 1):
+        advantage, next_value = 0.0, 0.0
+        for token in range(offsets[sequence + 1] - 1, offsets[sequence] - 1, -1):
+            if mask[token]:
+                value = np.float64(values[token])
+                # What does not wait for the next token's advantage comes first.
+                advantage = (rewards[token] - value + gamma * next_value) + decay * advantage
+                next_value = value
+                advantages[token] = advantage
+                returns[token] = advantage + value
+            else:
+                advantages[token] = 0.0
+                returns[token] = 0.0
+
+
+@_compile
+def masked_moments(values: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
+    """See `tensor_scan.masked_moments`; `out` [5] float64 becomes count, mean, sum of squared deviations, largest and
+    smallest."""
+    count, mean, m2, largest, smallest = 0, 0.0, 0.0, -np.inf, np.inf
+    for start in range(0, len(values), _BLOCK):
+        block_values, block_mask = values[start : start + _BLOCK], mask[start : start + _BLOCK]
+        block_count, total = 0, 0.0
+        for token in range(len(block_values)):
+            if block_mask[token]:
+                value = np.float64(block_values[token])
+                block_count += 1
+                total += value
+                # A NaN is taken and stays.
+                if not value <= largest:
+                    largest = value if largest == largest else largest
+                if not value >= smallest:
+                    smallest = value if smallest == smallest else smallest
+        if block_count == 0:
+            continue
+        block_mean, block_m2 = total / block_count, 0.0
+        for token in range(len(block_values)):
+            if block_mask[token]:
+                deviation = block_values[token] - block_mean
+                block_m2 += deviation * deviation
+        both = count + block_count
+        delta = block_mean - mean
+        mean += delta * block_count / both
+        m2 += block_m2 + delta * delta * count * block_count / both
+        count = both
+    out[0], out[1], out[2], out[3], out[4] = count, mean, m2, largest, smallest
