@@ -4,21 +4,18 @@ Shapes: B sequences, N response tokens of all sequences, packed in file order. A
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from megappo.algo.errors import AlgorithmInputError
 from megappo.batch.fields import offsets_of
-from megappo.config import schema
+from megappo.cli.algorithm_section import number_of, parse_algorithm
 from megappo.config.algorithm import AlgorithmConfig
-from megappo.config.algorithm_rules import algorithm_violations
-from megappo.errors import ConfigError, DataError, Violation
+from megappo.errors import DataError
 
 TOKEN_FIELDS = (
     "rewards",
@@ -90,69 +87,33 @@ def read_case(path: Path) -> AlgorithmCase:
     unknown = sorted(content.keys() - {"sequences", "algorithm"})
     if unknown:
         raise DataError(f"{path}: unknown key {unknown[0]!r} (use sequences and algorithm)")
-    given = content.get("algorithm", {})
+    given = content.get("algorithm")
+    given = {} if given is None else given
     if not isinstance(given, dict):
         raise DataError(f"{path}: algorithm must be an object")
     algorithm = parse_algorithm(given)
     return _Reader(content["sequences"]).case(algorithm, names_advantage="name" in (given.get("advantage") or {}))
 
 
-def parse_algorithm(given: dict[str, Any]) -> AlgorithmConfig:  # Any: JSON values, checked here
-    """Return the algorithm section with defaults for what is left out. Raises ConfigError with every broken rule."""
-    violations = [
-        Violation(key=key, value="set", rule="is not a key of the configuration", remedy=_nearest(key))
-        for key in _unknown_keys(given, AlgorithmConfig, "algorithm.")
-    ]
-    if violations:
-        raise ConfigError(violations)
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given)
-        algorithm = cast(AlgorithmConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
-        key = f"algorithm.{error.full_key}" if error.full_key else "algorithm"
-        reason = str(error).splitlines()[0]
-        raise ConfigError([Violation(key=key, value="set", rule="has a wrong value", remedy=reason)]) from error
-    violations = algorithm_violations(algorithm)
-    if algorithm.sampling.max_rounds > 0:
-        rule = "cannot be used here: inspect draws no samples"
-        remedy = "leave it out"
-        key, value = "algorithm.sampling.max_rounds", algorithm.sampling.max_rounds
-        violations.append(Violation(key=key, value=value, rule=rule, remedy=remedy))
-    if violations:
-        raise ConfigError(violations)
-    return algorithm
-
-
-def _unknown_keys(given: dict[str, Any], section: type, prefix: str) -> Iterator[str]:
-    """Yield every key that the configuration class does not have, inside sections and lists of sections too."""
-    annotations = schema.field_types(section)
-    for name, value in given.items():
-        if name not in annotations:
-            yield prefix + name
-        elif isinstance(value, dict) and (inner := schema.section_of(annotations[name])):
-            yield from _unknown_keys(value, inner, f"{prefix}{name}.")
-        elif isinstance(value, list) and (inner := schema.section_of((*get_args(annotations[name]), None)[0])):
-            for index, item in enumerate(value):
-                if isinstance(item, dict):
-                    yield from _unknown_keys(item, inner, f"{prefix}{name}[{index}].")
-
-
-def _nearest(key: str) -> str:
-    near = [known for known in schema.nearest_keys(key) if known.startswith("algorithm.")]
-    return f"did you mean {' or '.join(near)}?" if near else "`megappo config` prints all keys"
-
-
 def _read_json(path: Path) -> Any:  # Any: whatever the file holds; the caller checks it
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path}: is not JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: is nested too deeply for a case") from error
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; one that gives a key twice is no case, since the first value would be lost."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} is given twice in one object")
+        found[key] = value
+    return found
 
 
 class _Reader:
@@ -223,7 +184,7 @@ class _Reader:
                 if self.occupied[number] and name != "rewards":
                     self.fault(number, name, "is missing, other sequences have it")
                 given = [0.0] * len(mask)
-            elif not isinstance(given, list) or not all(_is_number(value) for value in given):
+            elif not isinstance(given, list) or any(number_of(value) is None for value in given):
                 self.fault(number, name, "must be a list of numbers, one for each response token")
                 given = [0.0] * len(mask)
             elif len(given) != len(mask):
@@ -255,7 +216,7 @@ class _Reader:
             value = sequence.get(name)
             if value is None and self.occupied[number]:
                 self.fault(number, name, "is missing, other sequences have it")
-            elif value is not None and not _is_number(value):
+            elif value is not None and number_of(value) is None:
                 self.fault(number, name, "must be a number")
                 value = None
             numbers.append(0.0 if value is None else value)
@@ -280,7 +241,7 @@ class _Reader:
     def _parts(self, number: int, score: object) -> Mapping[str, float]:
         if not isinstance(score, dict):
             return {}
-        if not all(_is_number(value) for value in score.values()):
+        if any(number_of(value) is None for value in score.values()):
             self.fault(number, "score", "must hold numbers only")
             return {}
         return cast(Mapping[str, float], score)
@@ -290,10 +251,10 @@ class _Reader:
         if score is None:
             return 0.0
         if not isinstance(score, dict):
-            if not _is_number(score):
+            total = number_of(score)
+            if total is None:
                 self.fault(number, "score", "must be a number or an object of numbers")
-                return 0.0
-            return float(cast(float, score))
+            return total or 0.0
         if "score" in parts:
             return float(parts["score"])
         advantage = algorithm.advantage

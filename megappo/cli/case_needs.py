@@ -79,9 +79,11 @@ def _missing_for_rewards(case: AlgorithmCase, absent: _Absent) -> Iterator[_Need
 
 
 def _small_groups(case: AlgorithmCase) -> list[AlgorithmInputError]:
-    """grpo_passk takes no group of one."""
-    if case.algorithm.advantage.name != "grpo_passk" or case.scores is None or not len(case.group_ids):
+    """grpo_passk takes no case of groups of one, as no run of one sample per prompt; among others they are what
+    dropped samples leave, and get 0."""
+    if case.algorithm.advantage.name != "grpo_passk" or case.scores is None or not case.has_group.any():
         return []
-    alone = np.bincount(case.group_ids)[case.group_ids] < 2
-    rule = "has one sequence only, grpo_passk needs at least two"
-    return [AlgorithmInputError(int(alone.argmax()), "group", rule)] if alone.any() else []
+    if np.bincount(case.group_ids).max() > 1:
+        return []
+    rule = "has one sequence only, as all groups, and grpo_passk compares at least two"
+    return [AlgorithmInputError(int(case.has_group.argmax()), "group", rule)]

@@ -1,7 +1,7 @@
 """`megappo inspect algorithm`: what an algorithm makes of a person's own numbers.
 
-Shapes: B sequences, N response tokens of all sequences, M of them sampled by the policy. All numbers are float64. The
-functions are those of a run; only the sharding is missing.
+Shapes: B sequences, N response tokens of all sequences, of which the mask tells those sampled by the policy. All
+numbers are float64. The functions are those of a run; only the sharding is missing.
 """
 
 import json
@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megappo.algo.advantages import compute_sequence_advantages, group_metrics, needs_sequence_advantages
+from megappo.algo.advantages import (
+    compute_sequence_advantages,
+    estimator_of,
+    group_metrics,
+    needs_sequence_advantages,
+)
 from megappo.algo.advantages.base import SequenceInputs, TokenInputs
-from megappo.algo.advantages.returns import discounted_returns
 from megappo.algo.aggregation import compute_loss_weights
 from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.experience import Estimates, estimate, merge_experience_metrics, merge_whitening
@@ -27,13 +31,15 @@ from megappo.algo.losses import (
     compute_value_loss,
     policy_loss_of,
 )
-from megappo.algo.masked import compact, whiten
+from megappo.algo.masked import compact, count_tokens, whiten
+from megappo.algo.scan import suffix_sums
 from megappo.algo.selection import LossTokens, select_at_once
 from megappo.algo.token_rewards import move_onto_tokens, penalize, place_on_last_token
 from megappo.batch.stages import RolloutBatch
 from megappo.cli.algorithm_case import AlgorithmCase, CaseError, read_case
 from megappo.cli.case_needs import check_needs
 from megappo.config.algorithm import Aggregation, OldLogProbs
+from megappo.config.algorithm_rules import algorithm_notes
 from megappo.observability import metrics
 from megappo.observability.metrics import Metrics
 
@@ -59,8 +65,13 @@ def run_case(case: AlgorithmCase) -> dict[str, Any]:  # Any: the printed object
         CaseError: the algorithm cannot take the sequences.
     """
     check_needs(case)
+    # Both come first: a loss that cannot be imported is refused whether or not there are log-probs for it.
+    estimator_of(case.algorithm)
+    policy_loss_of(case.algorithm)
     try:
-        return _Inspection(case).result()
+        # Numbers that are not finite are in the result and the notes say so; numpy need not.
+        with np.errstate(all="ignore"):
+            return _Inspection(case).result()
     except AlgorithmInputError as error:
         raise CaseError([error]) from error
 
@@ -73,7 +84,7 @@ class _Inspection:
         self.algorithm = case.algorithm
         self.masked = compact(case.mask, case.offsets)
         self.metrics: Metrics = {}
-        self.notes: list[str] = []
+        self.notes = algorithm_notes(case.algorithm)
 
     def result(self) -> dict[str, Any]:
         rewards = self._token_rewards()
@@ -84,16 +95,17 @@ class _Inspection:
             returns = self._returns(rewards, estimates)
         if estimates is not None:
             loss_mask = estimates.loss_mask
-            advantages = whiten(estimates.advantages, merge_whitening([estimates.totals]))
+            whitened = whiten(estimates.advantages, merge_whitening([estimates.totals]))
+            advantages = np.where(self.case.mask, whitened, 0.0)
             self.metrics |= merge_experience_metrics([estimates.totals])
             output["loss"], output["gradient"] = self._policy_loss(estimates, advantages)
         if returns is not None:
             output["value_loss"] = self._value_loss(returns, loss_mask)
-        mask = self._mask(loss_mask)
+        mask = self.case.mask if loss_mask is None else loss_mask
         return {
-            "token_rewards": self._per_sequence(rewards),
-            "advantages": self._per_sequence(advantages),
-            "returns": self._per_sequence(returns),
+            "token_rewards": self._split(rewards),
+            "advantages": self._split(advantages),
+            "returns": self._split(returns),
             "mask": self._split(mask.astype(int)),
             **output,
             "metrics": metrics.values(self.metrics),
@@ -101,18 +113,21 @@ class _Inspection:
         }
 
     def _given(self, name: str) -> np.ndarray | None:
-        """Return a per-token field at the response tokens, [M]."""
+        """Return a per-token field [N], anything off the mask; None where it is needed and not given."""
         values = self.case.tokens.get(name)
-        return None if values is None else self.masked.gather(values)
+        if values is None and not self.case.mask.any():
+            return np.zeros(len(self.case.mask))
+        return values
 
     def _old_log_probs(self) -> np.ndarray | None:
-        """Log-probs before the update, [M]: as given; with `auto` the current ones stand for them."""
+        """Log-probs before the update, [N]: as given; with `auto` the current ones stand for them."""
         if self.algorithm.old_log_probs is OldLogProbs.rollout:
             return self._given("rollout_log_probs")
         old = self._given("old_log_probs")
         return self._given("log_probs") if old is None else old
 
     def _token_rewards(self) -> np.ndarray | None:
+        """Token rewards [N], 0 off the mask; None: nobody has any."""
         case, in_reward = self.case, self.algorithm.kl.in_reward
         if case.scores is None:
             self.notes.append("no sequence has a score or rewards: nothing after the mask is computed")
@@ -122,7 +137,7 @@ class _Inspection:
             rewards = rewards + move_onto_tokens(case.tokens["rewards"], self.masked, case.offsets)
         difference, old, ref = None, self._old_log_probs(), self._given("ref_log_probs")
         if in_reward.coef > 0 and old is not None and ref is not None:
-            difference = old - ref
+            difference = self.masked.gather(old) - self.masked.gather(ref)
         rewards, kl, counts = penalize(
             rewards, self.masked, difference=difference, algorithm=self.algorithm, kl_coef=in_reward.coef
         )
@@ -133,12 +148,12 @@ class _Inspection:
             coefficient.update([kl])
             counts["kl/in_reward/next_coef"] = metrics.mean(coefficient.value, 1)
         self.metrics |= counts
-        return rewards
+        return self.masked.scatter(rewards, dtype=np.float64)
 
     def _estimates(self, rewards: np.ndarray) -> Estimates | None:
         case = self.case
         inputs = SequenceInputs(
-            scores=self.masked.sums(rewards),
+            scores=self.masked.sums(self.masked.gather(rewards)),
             sequence_ids=np.arange(len(case.group_ids)),
             group_ids=case.group_ids,
             response_tokens=self.masked.lengths,
@@ -147,14 +162,15 @@ class _Inspection:
         )
         if case.has_group.any():
             self.metrics |= group_metrics(inputs)
-        if self.algorithm.advantage.name == "gae" and "values" not in case.tokens:
+        if self.algorithm.advantage.name == "gae" and self._given("values") is None:
             self.notes.append("advantages, returns and loss are null: gae, the default, needs `values`")
             return None
         sequence_advantages = None
         if needs_sequence_advantages(self.algorithm):
             sequence_advantages = compute_sequence_advantages(inputs, self.algorithm)
         token_inputs = TokenInputs(
-            tokens=self.masked,
+            mask=case.mask,
+            offsets=case.offsets,
             rewards=rewards,
             group_ids=case.group_ids,
             sequence_advantages=sequence_advantages,
@@ -177,39 +193,33 @@ class _Inspection:
         )
 
     def _returns(self, rewards: np.ndarray, estimates: Estimates | None) -> np.ndarray | None:
-        """What a critic would learn, [M]: those of the estimator, else the discounted sum of the rewards to come."""
+        """What a critic would learn, [N]: those of the estimator, else the discounted sum of the rewards to come."""
         if estimates is not None and estimates.returns is not None:
             return estimates.returns
         if self.algorithm.advantage.name == "gae":
             return None
-        return discounted_returns(rewards, self.masked.offsets, self.algorithm.advantage.gamma)
-
-    def _mask(self, loss_mask: np.ndarray | None) -> np.ndarray:
-        """The loss mask [N] as far as it is known."""
-        if loss_mask is None:
-            return self.case.mask
-        return self.masked.scatter(loss_mask, dtype=np.bool_)
+        return suffix_sums(rewards, self.case.mask, self.case.offsets, self.algorithm.advantage.gamma)
 
     def _weights(self, loss_mask: np.ndarray, mode: Aggregation) -> torch.Tensor:
-        """Loss weight of each response token, [M]; all sequences are one mini-batch."""
+        """Loss weight of each token, [N]; all sequences are one mini-batch."""
         weights = compute_loss_weights(
-            self.masked.sums(loss_mask).astype(np.int64),
+            count_tokens(loss_mask, self.case.offsets),
             self.case.group_ids,
             mode=mode,
             constant_length=self.algorithm.policy_loss.constant_length,
         )
-        return torch.as_tensor(weights[self.masked.sequence])
+        return torch.as_tensor(np.repeat(weights, np.diff(self.case.offsets)))
 
     def _policy_loss(self, estimates: Estimates, advantages: np.ndarray) -> tuple[float | None, list[Any] | None]:
         given = self._given("log_probs")
-        if given is None:
+        if given is None or "log_probs" not in self.case.tokens:
             return None, None
         log_probs = torch.as_tensor(given).requires_grad_()
         old = estimates.old_log_probs
         # Without old log-probs the detached current ones take part, which `None` asks for.
         is_current = self.algorithm.old_log_probs is OldLogProbs.auto and "old_log_probs" not in self.case.tokens
         batch = PolicyLossBatch(
-            offsets=torch.as_tensor(self.masked.offsets),
+            offsets=torch.as_tensor(self.case.offsets),
             loss_mask=torch.as_tensor(estimates.loss_mask),
             loss_weights=self._weights(estimates.loss_mask, aggregation_of(self.algorithm)),
             advantages=torch.as_tensor(advantages),
@@ -227,27 +237,25 @@ class _Inspection:
         loss = float(output.loss.detach())
         if not (np.isfinite(loss) and bool(gradient.isfinite().all())):
             self.notes.append("the loss or its gradient is not finite: a run would skip this step and count it")
-        return loss, self._per_sequence(gradient.numpy())
+        return loss, self._split(gradient.numpy())
 
     def _selected(self, estimates: Estimates, advantages: np.ndarray) -> np.ndarray:
-        """Which response tokens a loss like clip_cov treats apart, [M] bool; advantages [M] are whitened."""
+        """Which tokens a loss like clip_cov treats apart, [N] bool; advantages [N] are whitened."""
         assert estimates.old_log_probs is not None
-        kept = estimates.loss_mask
+        kept = compact(estimates.loss_mask, self.case.offsets)
         tokens = LossTokens(
-            old_log_probs=estimates.old_log_probs[kept],
-            advantages=advantages[kept],
-            sequence_ids=self.masked.sequence[kept],
-            positions=(self.masked.index - self.case.offsets[self.masked.sequence])[kept],
+            old_log_probs=kept.gather(estimates.old_log_probs),
+            advantages=kept.gather(advantages),
+            sequence_ids=kept.sequence,
+            positions=kept.index - self.case.offsets[kept.sequence],
         )
-        selected = np.zeros(len(kept), dtype=bool)
-        selected[kept] = select_at_once(tokens, self.algorithm, whitening=None)
-        return selected
+        return kept.scatter(select_at_once(tokens, self.algorithm, whitening=None), dtype=np.bool_)
 
     def _value_loss(self, returns: np.ndarray, loss_mask: np.ndarray | None) -> float | None:
         values, old = self._given("new_values"), self._given("values")
-        if values is None or old is None:
+        if values is None or old is None or "new_values" not in self.case.tokens:
             return None
-        kept = np.ones(len(values), dtype=bool) if loss_mask is None else loss_mask
+        kept = self.case.mask if loss_mask is None else loss_mask
         batch = ValueLossBatch(
             old_values=torch.as_tensor(old),
             returns=torch.as_tensor(returns),
@@ -258,11 +266,10 @@ class _Inspection:
         self.metrics |= output.metrics
         return float(output.loss)
 
-    def _per_sequence(self, values: np.ndarray | None) -> list[Any] | None:
-        """Return values [M] as one list per sequence, 0 off the mask."""
-        return None if values is None else self._split(self.masked.scatter(values, dtype=np.float64))
-
-    def _split(self, values: np.ndarray) -> list[Any]:
+    def _split(self, values: np.ndarray | None) -> list[Any] | None:
+        """Return values [N] as one list per sequence."""
+        if values is None:
+            return None
         return [part.tolist() for part in np.split(values, self.case.offsets[1:-1])][: len(self.case.group_ids)]
 
 

@@ -146,7 +146,8 @@ class PolicyLossConfig:
     divergence: Divergence = Divergence.total_variation
     """dppo."""
     delta: float = 0.15
-    """dppo: largest divergence of a token that still gets a gradient away from the old policy."""
+    """dppo: largest divergence of a token that still gets a gradient away from the old policy; about 0.05 goes with
+    binary_kl."""
     selected_fraction: float = 0.0002
     """clip_cov, kl_cov: share of the loss tokens that is selected (at least one token)."""
     covariance_low: float = 1.0
@@ -255,6 +256,9 @@ class DynamicSamplingConfig:
 
     max_rounds: int = 0
     """Most rounds of generation in one step; 0: off, every group is trained."""
+    oversample: float = 1.0
+    """Prompts drawn in a round per prompt that is still needed, 1 or more; 1.25 makes up for a fifth of the groups
+    being dropped. Groups with signal that a step does not need are the first of the next one."""
     on_exhausted: OnExhausted = OnExhausted.train_partial
 
 

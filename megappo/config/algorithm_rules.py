@@ -4,6 +4,7 @@ Torch-free. The same rules hold for a run and for `megappo inspect algorithm`.
 """
 
 import math
+import sys
 from dataclasses import fields
 from typing import cast
 
@@ -17,6 +18,7 @@ from megappo.config.algorithm import (
     OldLogProbs,
     OnExhausted,
     PolicyLossConfig,
+    RejectEstimator,
 )
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS, LOSS_DECLARATIONS
 from megappo.errors import Violation
@@ -36,8 +38,27 @@ def algorithm_violations(algorithm: AlgorithmConfig, *, samples_per_prompt: int 
     return violations
 
 
+def algorithm_notes(algorithm: AlgorithmConfig) -> list[str]:
+    """Return one line for each legal setting of the algorithm section that is likely a mistake or worth knowing."""
+    notes: list[str] = []
+    if algorithm.kl.in_reward.coef > 0 and algorithm.kl.in_loss.coef > 0:
+        notes.append("algorithm.kl: the KL to the reference counts twice, in the reward and in the loss")
+    for index, reject in enumerate(algorithm.correction.reject):
+        agreement = 1.0 if reject.estimator is RejectEstimator.ratio else 0.0
+        if not reject.low <= agreement <= reject.high:
+            notes.append(
+                f"algorithm.correction.reject[{index}]: [{reject.low:g}, {reject.high:g}] removes tokens on which both "
+                f"engines agree, whose {reject.estimator.value} is {agreement:g}"
+            )
+    return notes
+
+
 def _violation(key: str, value: object, rule: str, remedy: str) -> Violation:
     return Violation(key=f"algorithm.{key}", value=value, rule=rule, remedy=remedy)
+
+
+_FINITE = sys.float_info.max
+"""Upper limit of numbers that take part in arithmetic; those that only bound others may be infinite (no bound)."""
 
 
 def _out_of_range(checks: list[tuple[str, float | None, float, float]], *, open_low: bool = False) -> list[Violation]:
@@ -47,7 +68,7 @@ def _out_of_range(checks: list[tuple[str, float | None, float, float]], *, open_
         if value is None or (low < value <= high if open_low else low <= value <= high):
             continue
         bound = f"above {low:g}" if open_low else f"{low:g} or more"
-        upper = "" if math.isinf(high) else f" and at most {high:g}"
+        upper = "" if math.isinf(high) else " and finite" if high == _FINITE else f" and at most {high:g}"
         violations.append(_violation(key, value, f"must be {bound}{upper}", "use a number in that range"))
     return violations
 
@@ -107,7 +128,7 @@ def advantage_constants_are_in_range(algorithm: AlgorithmConfig) -> list[Violati
     """Discounts are in [0, 1]; gpg's factor is positive; gdpo names its parts and weighs each once."""
     advantage = algorithm.advantage
     violations = _out_of_range([("advantage.gamma", advantage.gamma, 0, 1), ("advantage.lam", advantage.lam, 0, 1)])
-    violations += _out_of_range([("advantage.alpha", advantage.alpha, 0, math.inf)], open_low=True)
+    violations += _out_of_range([("advantage.alpha", advantage.alpha, 0, _FINITE)], open_low=True)
     if advantage.name != "gdpo":
         return violations
     keys, weights = advantage.reward_keys, advantage.weights
@@ -159,14 +180,14 @@ def loss_constants_are_in_range(algorithm: AlgorithmConfig) -> list[Violation]:
     loss = algorithm.policy_loss
     violations = _out_of_range(
         [
-            ("policy_loss.tau_positive", loss.tau_positive, 0, math.inf),
-            ("policy_loss.tau_negative", loss.tau_negative, 0, math.inf),
+            ("policy_loss.tau_positive", loss.tau_positive, 0, _FINITE),
+            ("policy_loss.tau_negative", loss.tau_negative, 0, _FINITE),
             ("policy_loss.delta", loss.delta, 0, math.inf),
             ("policy_loss.selected_fraction", loss.selected_fraction, 0, 1),
         ],
         open_low=True,
     )
-    violations += _out_of_range([("policy_loss.selected_kl_coef", loss.selected_kl_coef, 0, math.inf)])
+    violations += _out_of_range([("policy_loss.selected_kl_coef", loss.selected_kl_coef, 0, _FINITE)])
     if not loss.covariance_low <= loss.covariance_high:
         rule = f"must not be above policy_loss.covariance_high={loss.covariance_high}"
         violations.append(_violation("policy_loss.covariance_low", loss.covariance_low, rule, "use a smaller number"))
@@ -186,7 +207,7 @@ def aggregation_fits_the_loss(algorithm: AlgorithmConfig) -> list[Violation]:
             rule = "is needed by policy_loss.aggregation=token_sum_constant"
             remedy = "set the length that sums are divided by, for example the longest response"
             violations.append(_violation("policy_loss.constant_length", None, rule, remedy))
-        violations += _out_of_range([("policy_loss.constant_length", loss.constant_length, 0, math.inf)], open_low=True)
+        violations += _out_of_range([("policy_loss.constant_length", loss.constant_length, 0, _FINITE)], open_low=True)
     elif loss.constant_length is not None:
         rule = f"is not used by policy_loss.aggregation={_name(loss.aggregation)}"
         remedy = "leave it out, or use token_sum_constant"
@@ -203,7 +224,7 @@ def kl_is_sound(algorithm: AlgorithmConfig) -> list[Violation]:
     coefficient can move."""
     in_reward, in_loss = algorithm.kl.in_reward, algorithm.kl.in_loss
     violations = _out_of_range(
-        [("kl.in_reward.coef", in_reward.coef, 0, math.inf), ("kl.in_loss.coef", in_loss.coef, 0, math.inf)]
+        [("kl.in_reward.coef", in_reward.coef, 0, _FINITE), ("kl.in_loss.coef", in_loss.coef, 0, _FINITE)]
     )
     for key, estimator in (("in_reward", in_reward.estimator), ("in_loss", in_loss.estimator)):
         if estimator not in KL_ESTIMATORS:
@@ -215,7 +236,7 @@ def kl_is_sound(algorithm: AlgorithmConfig) -> list[Violation]:
     if in_reward.controller is KLController.adaptive:
         violations += _out_of_range(
             [
-                ("kl.in_reward.target", in_reward.target, 0, math.inf),
+                ("kl.in_reward.target", in_reward.target, 0, _FINITE),
                 ("kl.in_reward.horizon", in_reward.horizon, 0, math.inf),
             ],
             open_low=True,
@@ -253,7 +274,7 @@ def overlong_is_sound(algorithm: AlgorithmConfig) -> list[Violation]:
     overlong = algorithm.overlong
     if overlong is None:
         return []
-    violations = _out_of_range([("overlong.factor", overlong.factor, 0, math.inf)])
+    violations = _out_of_range([("overlong.factor", overlong.factor, 0, _FINITE)])
     if not 0 < overlong.buffer <= overlong.max_length:
         rule = f"must be above 0 and at most overlong.max_length={overlong.max_length}"
         violations.append(_violation("overlong.buffer", overlong.buffer, rule, "for example an eighth of max_length"))
@@ -269,12 +290,20 @@ def value_loss_and_entropy_are_in_range(algorithm: AlgorithmConfig) -> list[Viol
 
 
 def dynamic_sampling_is_sound(algorithm: AlgorithmConfig) -> list[Violation]:
-    """Rounds are not negative, and an outcome is configured only where rounds can run out."""
+    """Rounds are not negative and a round draws what is missing or more; an outcome is configured only where rounds
+    can run out, more prompts are drawn only where groups are dropped."""
     sampling = algorithm.sampling
     violations = _out_of_range([("sampling.max_rounds", sampling.max_rounds, 0, math.inf)])
-    if sampling.max_rounds == 0 and sampling.on_exhausted is not OnExhausted.train_partial:
+    violations += _out_of_range([("sampling.oversample", sampling.oversample, 1, _FINITE)])
+    if sampling.max_rounds != 0:
+        return violations
+    if sampling.on_exhausted is not OnExhausted.train_partial:
         rule, remedy = "is not used with sampling.max_rounds=0 (off)", "set max_rounds, or leave it out"
         violations.append(_violation("sampling.on_exhausted", sampling.on_exhausted.value, rule, remedy))
+    if sampling.oversample > 1:
+        rule = "is not used with sampling.max_rounds=0 (off): no group is dropped, so every extra one would wait a step"
+        remedy = "set max_rounds to 1 or more, or raise batching.prompts_per_step"
+        violations.append(_violation("sampling.oversample", sampling.oversample, rule, remedy))
     return violations
 
 

@@ -30,20 +30,23 @@ class ScoredRollouts:
     """Group id -> score of the greedy answer to its prompt, where one was asked for."""
 
     def select(self, groups: Collection[int]) -> "ScoredRollouts":
-        """Return the sequences of some groups."""
+        """Return the sequences of some groups, and nothing of the others."""
         chosen = [index for index, info in enumerate(self.sequences) if info.group_id in groups]
-        return replace(
-            self,
-            sequences=[self.sequences[index] for index in chosen],
+        sequences = [self.sequences[index] for index in chosen]
+        shown = self.samples.keys() & {info.sequence_id for info in sequences}
+        return ScoredRollouts(
+            sequences=sequences,
             rewards=[self.rewards[index] for index in chosen],
+            samples={sequence_id: self.samples[sequence_id] for sequence_id in sorted(shown)},
+            greedy_scores={group: score for group, score in self.greedy_scores.items() if group in groups},
         )
 
     def scores_by_group(self) -> dict[int, list[float]]:
-        """Return the scores of the non-empty sequences of each group."""
-        found: dict[int, list[float]] = {}
+        """Return the scores of the non-empty sequences of each group; none for a group of empty ones."""
+        found: dict[int, list[float]] = {info.group_id: [] for info in self.sequences}
         for info, reward in zip(self.sequences, self.rewards):
             if info.response_tokens > 0:
-                found.setdefault(info.group_id, []).append(reward.score)
+                found[info.group_id].append(reward.score)
         return found
 
     @property

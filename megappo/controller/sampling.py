@@ -1,11 +1,12 @@
 """Hops 1 and 2 of a step as a whole: one generation, or with dynamic sampling several until enough groups carry signal.
 
-Groups with signal beyond the step's need stay with their engines and are the first of the next step.
+Groups with signal beyond the step's need stay with their engines and are the first of the next step. They live as long
+as the process: a resumed run starts without them and draws other prompts in their place.
 """
 
 from dataclasses import dataclass
 
-from megappo.algo.dynamic_sampling import SamplingDecision, SamplingOutcome, decide_sampling
+from megappo.algo.dynamic_sampling import SamplingDecision, SamplingOutcome, decide_sampling, prompts_to_draw
 from megappo.config.algorithm_declarations import reads_greedy_scores
 from megappo.config.run import RunConfig
 from megappo.controller.ports import RewardClient, RolloutClient
@@ -38,7 +39,8 @@ class StepRollouts:
     keep: list[int]
     """Ids of sequences whose tokens the engines keep for the next step."""
     metrics: Metrics
-    """Of everything sampled in this step, filtered groups included."""
+    """Of everything sampled in this step, filtered groups included; of what is trained on when nothing was sampled
+    because the groups carried over fill the step."""
 
 
 class StepSampler:
@@ -69,16 +71,16 @@ class StepSampler:
     def _sample_dynamically(self, state: LoopState, timer: PhaseTimer) -> StepRollouts:
         config, target = self._config.algorithm.sampling, self._config.batching.prompts_per_step
         found, fresh = self._carried, join([])
-        missing, rounds = max(0, target - len(found.scores_by_group())), 0
+        draws, rounds = prompts_to_draw(max(0, target - len(found.scores_by_group())), config), 0
         while True:
-            if missing:
-                new = self._generate(missing, state, timer, number=rounds)
+            if draws:
+                new = self._generate(draws, state, timer, number=rounds)
                 found, fresh = join([found, new]), join([fresh, new])
-            rounds += 1
+                rounds += 1
             decision = decide_sampling(found.scores_by_group(), target=target, rounds=rounds, config=config)
             if decision.outcome is not SamplingOutcome.refill:
                 return self._settle(found, fresh, decision, rounds)
-            missing = decision.refill
+            draws = decision.refill
 
     def _settle(
         self, found: ScoredRollouts, fresh: ScoredRollouts, decision: SamplingDecision, rounds: int
@@ -86,8 +88,8 @@ class StepSampler:
         """Act on the final decision of a step."""
         if decision.outcome is SamplingOutcome.stop:
             raise SamplingExhaustedError(
-                f"algorithm.sampling: {decision.message} (raise max_rounds, choose easier or harder prompts, or set "
-                "on_exhausted to train_partial or carry_over)"
+                f"algorithm.sampling: {decision.message} (raise max_rounds or oversample, choose easier or harder "
+                "prompts, or set on_exhausted to train_partial or carry_over)"
             )
         waits = decision.outcome is SamplingOutcome.carry_over
         self._carried = found.select(set(decision.kept + decision.surplus if waits else decision.surplus))
@@ -96,11 +98,9 @@ class StepSampler:
             "rollout/groups_filtered": total(len(decision.filtered)),
             "rollout/groups_carried": total(len(self._carried.scores_by_group())),
         }
-        return StepRollouts(
-            train=found.select(set() if waits else set(decision.kept)),
-            keep=self.carried_ids,
-            metrics=rollout_metrics(fresh) | metrics,
-        )
+        train = found.select(set() if waits else set(decision.kept))
+        metrics |= rollout_metrics(fresh if fresh.sequences else train)
+        return StepRollouts(train=train, keep=self.carried_ids, metrics=metrics)
 
     def _generate(self, num_prompts: int, state: LoopState, timer: PhaseTimer, *, number: int) -> ScoredRollouts:
         """Draw and answer prompts; `number` is the round within the step."""
