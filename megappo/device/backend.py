@@ -1,6 +1,7 @@
 """Which device and which collectives: CPU with gloo or CUDA with NCCL. Nothing else in the tree decides this."""
 
 import os
+import resource
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,16 @@ class Backend:
         """Return the device of a process; local_rank counts the devices that this process can see."""
         return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
 
+    def device_name(self) -> str:
+        """Return what this process's device is called: CUDA's name of the GPU, or `cpu`."""
+        return torch.cuda.get_device_name() if self.kind == "cuda" else "cpu"
+
+    def peak_memory_bytes(self) -> int:
+        """Return the most memory that this process has held: of tensors on its GPU, or on CPU all of it."""
+        if self.kind == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
     def prepare_megatron(self) -> None:
         """Make Megatron-core usable on this device; call once per process before building a model. Safe to repeat.
 
@@ -39,6 +50,11 @@ class Backend:
         if threads.isdigit():
             torch.set_num_threads(int(threads))
         megatron_cpu.install()
+
+    def release_cached_memory(self) -> None:
+        """Give device memory that torch keeps for later back to the device, for the other processes on it."""
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
 
 
 CPU = Backend(kind="cpu", dist_backend="gloo")

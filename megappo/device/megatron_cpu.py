@@ -46,6 +46,8 @@ def install() -> None:
     use_cpu_random_state()
     name_cpu_tensors_as_cuda()
     ignore_moves_to_cuda()
+    give_split_sizes_as_numbers()
+    even_out_gathers()
     give_adam_its_own_steps()
 
 
@@ -79,14 +81,14 @@ def _megatron_modules() -> Iterator[types.ModuleType]:
 
 
 class _NoStream:
-    """A stream or event of a device that has none: every method returns at once."""
+    """A stream or event of a device that has none: every method returns at once (a stream's record_event an event)."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., "_NoStream"]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        return _NoStream
 
 
 class _CpuCudaNamespace(types.ModuleType):
@@ -199,6 +201,65 @@ def ignore_moves_to_cuda() -> None:
 
     _replace(LanguageModule, "setup_embeddings_and_output_layer", _with_cuda_type_names)
     _replace(DistributedOptimizer, "get_parameter_state_dp_zero", _with_cuda_type_names)
+
+
+def give_split_sizes_as_numbers() -> None:
+    """transformer/moe/moe_utils.py:1093: split sizes become numbers on their way from the GPU only.
+
+    Tensors that are on the CPU already stay tensors, which `all_to_all_single` does not take as split sizes.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    _replace(moe_utils, "maybe_move_tensor_to_cpu", _as_numbers)
+    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu
+
+
+def _as_numbers(move: Callable[..., Any]) -> Callable[..., Any]:
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # Any: tensor or None
+        if as_numpy and isinstance(tensor, torch.Tensor):
+            return tensor.numpy()
+        return move(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+    return to_host
+
+
+def even_out_gathers() -> None:
+    """tensor_parallel/mappings.py:149,192: the ranks that share an expert gather different numbers of tokens.
+
+    Gloo gathers and scatters equal parts only, so these are padded to the longest. (NCCL takes unequal ones.)
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    _replace(mappings, "_gather_along_first_dim", _gathering_evenly)
+    _replace(mappings, "_reduce_scatter_along_first_dim", _scattering_evenly)
+
+
+def _gathering_evenly(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # Any: process group, list or array of numbers, flags passed on.
+    def call(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *options)
+        longest = int(max(output_split_sizes))
+        parts = gather(_padded(input_, longest), group, None, *options).split(longest)
+        return torch.cat([part[: int(size)] for part, size in zip(parts, output_split_sizes)])
+
+    return call
+
+
+def _scattering_evenly(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # Any: as above.
+    def call(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, *options)
+        sizes = [int(size) for size in input_split_sizes]
+        padded = torch.cat([_padded(part, max(sizes)) for part in input_.split(sizes)])
+        return scatter(padded, group, None, *options)[: sizes[group.rank()]]
+
+    return call
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
 
 
 def give_adam_its_own_steps() -> None:

@@ -60,6 +60,12 @@ def init_model_parallel(parallelism: ParallelismConfig, *, seed: int, timeout_s:
             f"{parallelism.pipeline} x context {parallelism.context} = {parallelism.model_size} processes "
             "(use a multiple of that)"
         )
+    stage = world_size // parallelism.pipeline
+    if stage % (parallelism.expert * parallelism.expert_tensor):
+        raise CapabilityError(
+            f"expert {parallelism.expert} x expert_tensor {parallelism.expert_tensor} must divide the {stage} "
+            f"processes of a pipeline stage ({world_size} processes / pipeline {parallelism.pipeline})"
+        )
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(

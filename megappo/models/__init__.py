@@ -1,7 +1,8 @@
 """Megatron models of Hugging Face architectures.
 
-Owns: `architecture` and `families` (torch-free: what a model folder describes); `layer_specs`, `attention`, `norm`,
-`value_head`, `gpt` and `build` (the model chunks of this rank); `parameters`, `load`, `export` and `save` (Hugging Face
-weights in and out). Imports `weights`, `device` and `config`; must not import ray or train. To add a family: add its
-name table to `megappo.weights.name_map` and a `FAMILIES.register` line to `families`.
+Owns: `architecture`, `rope` and `families` (torch-free: what a model folder describes); `layer_specs`, `attention`,
+`norm`, `router`, `value_head`, `gpt` and `build` (the model chunks of this rank); `low_rank` and `lora` (adapters
+beside frozen layers); `parameters`, `load`, `export` and `save` (Hugging Face weights in and out). Imports `weights`,
+`device` and `config`; must not import ray or train. To add a family: add its name table to `megappo.weights.name_map`
+and a `FAMILIES.register` line to `families`.
 """

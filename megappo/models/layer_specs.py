@@ -1,23 +1,27 @@
 """Which implementation of a layer is built: Megatron's local one on torch attention, or Transformer Engine."""
 
+import functools
 import importlib.util
-from typing import cast
+from typing import Any, cast
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from megappo.config.model import LayerSpec
 from megappo.device.backend import Backend
 from megappo.errors import CapabilityError
 from megappo.models.attention import SdpaCoreAttention
 from megappo.models.norm import SequenceParallelRMSNorm
+from megappo.models.router import Float32Router
 
 
 def resolve_layer_spec(layer_spec: LayerSpec, backend: Backend) -> LayerSpec:
@@ -39,15 +43,56 @@ def resolve_layer_spec(layer_spec: LayerSpec, backend: Backend) -> LayerSpec:
     return layer_spec
 
 
-def block_spec(config: TransformerConfig, layer_spec: LayerSpec, *, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of one model chunk. `layer_spec` must be resolved."""
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+def block_spec(
+    config: TransformerConfig, layer_spec: LayerSpec, *, vp_stage: int | None, with_adapters: bool = False
+) -> TransformerBlockSubmodules:
+    """Return the layers of one model chunk. `layer_spec` must be resolved; adapters are put in afterwards.
+
+    Experts are computed one after the other by the local spec, and by one grouped product by Transformer Engine.
+    """
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     if layer_spec is LayerSpec.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return _block([layer] * num_layers, TENorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        specs = {
+            experts: get_gpt_layer_with_transformer_engine_spec(
+                num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=config.qk_layernorm
+            )
+            for experts in {_experts_of(config, layer) for layer in layers}
+        }
+        if with_adapters:
+            for spec in specs.values():
+                _separate_norms(spec)
+        return _block([specs[_experts_of(config, layer)] for layer in layers], TENorm)
+    specs = {experts: _local_layer(config, experts) for experts in {_experts_of(config, layer) for layer in layers}}
+    return _block([specs[_experts_of(config, layer)] for layer in layers], SequenceParallelRMSNorm)
+
+
+def _experts_of(config: TransformerConfig, layer: int) -> int | None:
+    """Return the number of experts of a layer (global index); None for a dense one."""
+    if config.num_moe_experts is None:
+        return None
+    assert isinstance(config.moe_layer_freq, list)
+    return config.num_moe_experts if config.moe_layer_freq[layer] else None
+
+
+def _separate_norms(layer: ModuleSpec) -> None:
+    """Take the norms out of the matrix products of a Transformer Engine layer: an adapter gets a layer's input, which
+    must be normalised, and the name tables know the norms in either place."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    submodules = cast(TransformerLayerSubmodules, layer.submodules)
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = TENorm
+    attention = cast(SelfAttentionSubmodules, cast(ModuleSpec, submodules.self_attention).submodules)
+    attention.linear_qkv = TEColumnParallelLinear
+    mlp = _mlp_submodules(submodules)
+    if isinstance(mlp, MLPSubmodules):  # a layer of experts has its norm outside already
+        mlp.linear_fc1 = TEColumnParallelLinear
+
+
+def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     submodules = cast(TransformerLayerSubmodules, layer.submodules)
     submodules.input_layernorm = SequenceParallelRMSNorm
     submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
@@ -56,7 +101,15 @@ def block_spec(config: TransformerConfig, layer_spec: LayerSpec, *, vp_stage: in
     if config.qk_layernorm:
         attention.q_layernorm = SequenceParallelRMSNorm
         attention.k_layernorm = SequenceParallelRMSNorm
-    return _block([layer] * num_layers, SequenceParallelRMSNorm)
+    if num_experts is not None:
+        cast(MoESubmodules, _mlp_submodules(submodules)).router = Float32Router
+    return layer
+
+
+def _mlp_submodules(layer: TransformerLayerSubmodules) -> Any:  # Any: of dense layers or of layers of experts
+    """Return what the feed-forward part is made of. Megatron-core 0.19 has a partial where 0.16 has a ModuleSpec."""
+    mlp: Any = layer.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
 def _block(layer_specs: list[ModuleSpec], layer_norm: type) -> TransformerBlockSubmodules:

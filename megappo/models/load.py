@@ -10,8 +10,16 @@ from megatron.core.transformer.module import MegatronModule
 from megappo.errors import CheckpointError
 from megappo.models.architecture import ModelArchitecture
 from megappo.models.families import FAMILIES
-from megappo.models.parameters import hugging_face_shapes, mapped_parameters
-from megappo.weights.name_map import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter, Partition, hugging_face_names
+from megappo.models.parameters import hugging_face_shapes, mapped_parameters, shards_of
+from megappo.weights.name_map import (
+    EMBEDDING,
+    OUTPUT,
+    VALUE_HEAD,
+    MappedParameter,
+    Partition,
+    Transform,
+    hugging_face_names,
+)
 from megappo.weights.safetensors_io import HuggingFaceWeights
 from megappo.weights.transforms import merge
 
@@ -43,7 +51,13 @@ def load_hf_weights(model_chunks: Sequence[MegatronModule], architecture: ModelA
 def _check_names(weights: HuggingFaceWeights, architecture: ModelArchitecture) -> None:
     """Refuse a folder that lacks tensors or holds others; every rank comes to the same result."""
     table = FAMILIES.get(architecture.family).names
-    known = hugging_face_names(table, architecture.num_layers)
+    experts = architecture.experts
+    known = hugging_face_names(
+        table,
+        architecture.num_layers,
+        num_experts=experts.num_experts if experts else 0,
+        dense_layers=experts.dense_layers if experts else (),
+    )
     # A critic's folder has a value head and no output layer, a policy's the other way round; either head starts one.
     optional = {VALUE_HEAD, OUTPUT}
     missing = sorted(known - optional - weights.names())
@@ -89,8 +103,7 @@ def _load_parameter(
     absent = [name for name in mapped.hugging_face if name not in weights.names()]
     if absent:
         return [f"{', '.join(absent)} is missing"]
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    shards = shards_of(mapped)
     expected = hugging_face_shapes(parameter, mapped, architecture)
     wrong = [
         f"{name} has shape {weights.shape(name)}, must have {shape}"
@@ -99,6 +112,11 @@ def _load_parameter(
     ]
     if wrong:
         return wrong
-    parts = [weights.read(name, mapped.partition, rank=rank, size=size) for name in mapped.hugging_face]
-    parameter.copy_(merge(mapped.transform, parts, num_groups=architecture.num_key_value_heads // size))
+    parts = [weights.read(name, mapped.partition, rank=shards.rank, size=shards.size) for name in mapped.hugging_face]
+    merged = merge(mapped.transform, parts, num_groups=architecture.num_key_value_heads // shards.size)
+    if mapped.transform is Transform.vocabulary:
+        parameter[: len(merged)].copy_(merged)
+        parameter[len(merged) :].zero_()
+    else:
+        parameter.copy_(merged)
     return []

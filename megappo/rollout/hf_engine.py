@@ -22,6 +22,7 @@ from megappo.device.process_group import destroy_named_group, init_named_group, 
 from megappo.errors import CapabilityError, EngineError
 from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
 from megappo.rollout.hf_decoding import GROUPED_ATTENTION
+from megappo.rollout.hf_parameters import folder_parameters
 from megappo.rollout.hf_sampling import sample_responses
 from megappo.rollout.model_folder import read_end_tokens
 from megappo.rollout.prompts import check_prompts
@@ -61,9 +62,9 @@ class HFEngine:
     async def start(self) -> None:
         """Load the model folder."""
         self._model = await self._run("start", self._load, self._spec.config.start_timeout_s)
-        names = {name for name, _ in self._model.named_parameters()}
+        names = set(folder_parameters(self._model, remove_duplicate=True))
         # A parameter under two names (a tied head) may come under either, and must come under its first.
-        aliases = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - names
+        aliases = set(folder_parameters(self._model)) - names
         self._update = WeightUpdate(name=self._name, required=names, optional=aliases)
 
     def _load(self) -> PreTrainedModel:
@@ -239,8 +240,8 @@ def _receive_bucket(model: PreTrainedModel, bucket: BucketMeta, *, group: str) -
     """Receive a bucket from rank 0 of a group and copy its tensors. Raises ValueError where a shape differs."""
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=model.device)
     dist.broadcast(flat, src=0, group=named_group(group))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
+        parameters = folder_parameters(model)
         for name, tensor in open_bucket(bucket, flat).items():
             if name not in parameters:  # reported when the hand-over ends
                 continue

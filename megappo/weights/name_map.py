@@ -1,12 +1,13 @@
 """One name table per model family: it drives loading, export and the hand-over to engines.
 
-A rule names one Megatron parameter (global layer index) and the Hugging Face tensors it is made of. A parameter
-without a rule and a rule without its tensors are errors, never skipped. To add a family: a `NameTable` here, from the
-rules of the ones that exist, then its registration in `megappo.models.families`. Torch-free.
+A rule names one Megatron parameter (global layer and expert index) and the Hugging Face tensors it is made of. A
+parameter without a rule and a rule without its tensors are errors, never skipped. To add a family: a `NameTable` here,
+from the rules of the ones that exist, then its registration in `megappo.models.families`. Torch-free.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from enum import Enum
 
 from megappo.errors import CheckpointError
@@ -21,6 +22,8 @@ class Transform(Enum):
     """Query, key, value: per group its R query heads, its key head, its value head."""
     gate_up = "gate_up"
     """Gate rows, then up rows."""
+    vocabulary = "vocabulary"
+    """One tensor with a row per token; rows of padding follow where tensor parallelism does not divide it."""
 
 
 class Partition(Enum):
@@ -34,15 +37,28 @@ class Partition(Enum):
     """Every rank holds all of it."""
 
 
+class Layers(Enum):
+    """Which layers have a parameter."""
+
+    every = "every"
+    """All, or the rule is about none."""
+    dense = "dense"
+    """Those with one feed-forward network."""
+    sparse = "sparse"
+    """Those with a router and experts."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class NameRule:
-    """One Megatron parameter; `{layer}` stands for the global layer index."""
+    """One Megatron parameter; `{layer}` and `{expert}` stand for the global indices."""
 
     megatron: tuple[str, ...]
     """Its names: of the local layer spec, then that of the Transformer Engine spec where it differs."""
     hugging_face: tuple[str, ...]
     partition: Partition
+    """For experts: by the ranks that share one expert."""
     transform: Transform = Transform.plain
+    layers: Layers = Layers.every
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,12 +72,18 @@ class NameTable:
 class MappedParameter:
     """What one Megatron parameter is made of."""
 
+    megatron: str = field(compare=False)
+    """Its name with global indices, of either layer spec."""
     hugging_face: list[str]
     partition: Partition
     transform: Transform
+    expert: int | None
+    """Global index of the expert that it belongs to; None: it is shared by all tokens."""
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+# Of the local spec, experts.local_experts.3.linear_fc1.weight, and of Transformer Engine, experts.linear_fc1.weight3.
+_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 _ATTENTION = "model.layers.{layer}.self_attn"
 _MLP = "model.layers.{layer}.mlp"
 
@@ -72,13 +94,18 @@ VALUE_HEAD = "score.weight"
 
 
 def _rule(
-    megatron: str | tuple[str, ...], hugging_face: str | tuple[str, ...], partition: Partition, transform: Transform
+    megatron: str | tuple[str, ...],
+    hugging_face: str | tuple[str, ...],
+    partition: Partition,
+    transform: Transform = Transform.plain,
+    layers: Layers = Layers.every,
 ) -> NameRule:
     return NameRule(
         megatron=(megatron,) if isinstance(megatron, str) else megatron,
         hugging_face=(hugging_face,) if isinstance(hugging_face, str) else hugging_face,
         partition=partition,
         transform=transform,
+        layers=layers,
     )
 
 
@@ -93,70 +120,143 @@ def _qkv(kind: str) -> NameRule:
 
 def _norm(local: str, fused: str, hugging_face: str) -> NameRule:
     names = (f"decoder.layers.{{layer}}.{local}.weight", f"decoder.layers.{{layer}}.{fused}.layer_norm_weight")
-    return _rule(names, f"model.layers.{{layer}}.{hugging_face}.weight", Partition.replicated, Transform.plain)
+    return _rule(names, f"model.layers.{{layer}}.{hugging_face}.weight", Partition.replicated)
 
 
 def _head_norm(name: str) -> NameRule:
     megatron = f"decoder.layers.{{layer}}.self_attention.{name}_layernorm.weight"
-    return _rule(megatron, f"{_ATTENTION}.{name}_norm.weight", Partition.replicated, Transform.plain)
+    return _rule(megatron, f"{_ATTENTION}.{name}_norm.weight", Partition.replicated)
 
 
-_DENSE = (
-    _rule("embedding.word_embeddings.weight", EMBEDDING, Partition.column, Transform.plain),
+_SHARED = (
+    _rule("embedding.word_embeddings.weight", EMBEDDING, Partition.column, Transform.vocabulary),
     _norm("input_layernorm", "self_attention.linear_qkv", "input_layernorm"),
     _qkv("weight"),
-    _rule(
-        "decoder.layers.{layer}.self_attention.linear_proj.weight",
-        f"{_ATTENTION}.o_proj.weight",
-        Partition.row,
-        Transform.plain,
-    ),
+    _rule("decoder.layers.{layer}.self_attention.linear_proj.weight", f"{_ATTENTION}.o_proj.weight", Partition.row),
+    # Transformer Engine fuses it with a dense layer's first matrix only.
     _norm("pre_mlp_layernorm", "mlp.linear_fc1", "post_attention_layernorm"),
+    _rule("decoder.final_layernorm.weight", "model.norm.weight", Partition.replicated),
+    _rule("output_layer.weight", OUTPUT, Partition.column, Transform.vocabulary),
+    _rule("value_head.weight", VALUE_HEAD, Partition.replicated),
+)
+
+_DENSE_MLP = (
     _rule(
         "decoder.layers.{layer}.mlp.linear_fc1.weight",
         (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"),
         Partition.column,
         Transform.gate_up,
+        Layers.dense,
     ),
-    _rule("decoder.layers.{layer}.mlp.linear_fc2.weight", f"{_MLP}.down_proj.weight", Partition.row, Transform.plain),
-    _rule("decoder.final_layernorm.weight", "model.norm.weight", Partition.replicated, Transform.plain),
-    _rule("output_layer.weight", OUTPUT, Partition.column, Transform.plain),
-    _rule("value_head.weight", VALUE_HEAD, Partition.replicated, Transform.plain),
+    _rule(
+        "decoder.layers.{layer}.mlp.linear_fc2.weight",
+        f"{_MLP}.down_proj.weight",
+        Partition.row,
+        layers=Layers.dense,
+    ),
 )
 
-LLAMA = NameTable(rules=_DENSE)
-QWEN2 = NameTable(rules=(*_DENSE, _qkv("bias")))
-QWEN3 = NameTable(rules=(*_DENSE, _head_norm("q"), _head_norm("k")))
+
+def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[NameRule, ...]:
+    """Return the rules of a router and its experts, which Hugging Face keeps in `block` of a layer."""
+    megatron = "decoder.layers.{layer}.mlp"
+    hugging_face = f"model.layers.{{layer}}.{block}"
+    expert = f"{hugging_face}.experts.{{expert}}"
+
+    def names(matrix: str) -> tuple[str, str]:
+        experts = f"{megatron}.experts"
+        return f"{experts}.local_experts.{{expert}}.{matrix}.weight", f"{experts}.{matrix}.weight{{expert}}"
+
+    return (
+        _rule(f"{megatron}.router.weight", f"{hugging_face}.gate.weight", Partition.replicated, layers=Layers.sparse),
+        _rule(
+            names("linear_fc1"),
+            (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
+            Partition.column,
+            Transform.gate_up,
+            Layers.sparse,
+        ),
+        _rule(names("linear_fc2"), f"{expert}.{down}.weight", Partition.row, layers=Layers.sparse),
+    )
+
+
+_HEAD_NORMS = (_head_norm("q"), _head_norm("k"))
+
+LLAMA = NameTable(rules=(*_SHARED, *_DENSE_MLP))
+QWEN2 = NameTable(rules=(*_SHARED, *_DENSE_MLP, _qkv("bias")))
+QWEN3 = NameTable(rules=(*_SHARED, *_DENSE_MLP, *_HEAD_NORMS))
+QWEN3_MOE = NameTable(
+    rules=(
+        *_SHARED,
+        *_DENSE_MLP,
+        *_HEAD_NORMS,
+        *_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    )
+)
+MIXTRAL = NameTable(rules=(*_SHARED, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")))
 
 
 def map_parameter(table: NameTable, megatron_name: str) -> MappedParameter:
-    """Return what a Megatron parameter, named with its global layer index, is made of.
+    """Return what a Megatron parameter, named with its global layer and expert index, is made of.
 
     Raises:
         CheckpointError: the table has no rule for the name.
     """
-    layer = _LAYER.match(megatron_name)
-    pattern = _LAYER.sub("decoder.layers.{layer}.", megatron_name)
+    layer, expert = _LAYER.match(megatron_name), _EXPERT.search(megatron_name)
+    pattern = _EXPERT.sub("{expert}", _LAYER.sub("decoder.layers.{layer}.", megatron_name))
     for rule in table.rules:
         if pattern in rule.megatron:
-            index = layer.group(1) if layer else ""
-            names = [name.replace("{layer}", index) for name in rule.hugging_face]
-            return MappedParameter(hugging_face=names, partition=rule.partition, transform=rule.transform)
+            return MappedParameter(
+                megatron=megatron_name,
+                hugging_face=[
+                    _filled(name, layer.group(1) if layer else "", expert.group() if expert else "")
+                    for name in rule.hugging_face
+                ],
+                partition=rule.partition,
+                transform=rule.transform,
+                expert=int(expert.group()) if expert else None,
+            )
     raise CheckpointError(
         f"parameter {megatron_name} has no rule in the name table of its family "
         "(add one to megappo/weights/name_map.py)"
     )
 
 
-def global_name(local_name: str, layer_offset: int) -> str:
-    """Return a parameter's name with its global layer index; `layer_offset` is the first layer of its model chunk."""
-    return _LAYER.sub(lambda match: f"decoder.layers.{int(match.group(1)) + layer_offset}.", local_name)
+def global_name(local_name: str, layer_offset: int, expert_offset: int = 0) -> str:
+    """Return a parameter's name with its global indices.
+
+    Args:
+        layer_offset: first layer of the model chunk.
+        expert_offset: first expert of the rank.
+    """
+    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match.group(1)) + layer_offset}.", local_name)
+    return _EXPERT.sub(lambda match: str(int(match.group()) + expert_offset), name)
 
 
-def hugging_face_names(table: NameTable, num_layers: int) -> set[str]:
-    """Return all Hugging Face names of a model of this family, both heads included."""
-    names: set[str] = set()
-    for rule in table.rules:
-        for name in rule.hugging_face:
-            names.update(name.replace("{layer}", str(layer)) for layer in range(num_layers))
-    return names
+def name_of_expert(megatron_name: str, expert: int) -> str:
+    """Return the name of the same parameter of another expert (global index)."""
+    return _EXPERT.sub(str(expert), megatron_name)
+
+
+def hugging_face_names(
+    table: NameTable, num_layers: int, *, num_experts: int = 0, dense_layers: Collection[int] = ()
+) -> set[str]:
+    """Return all Hugging Face names of a model of this family, both heads included.
+
+    Args:
+        num_experts: experts per sparse layer; 0: all layers are dense, whatever `dense_layers` says.
+    """
+    every = set(range(num_layers))
+    dense = every if num_experts == 0 else set(dense_layers)
+    layers_of = {Layers.every: every, Layers.dense: dense, Layers.sparse: every - dense}
+    return {
+        _filled(name, str(layer), str(expert))
+        for rule in table.rules
+        for name in rule.hugging_face
+        for layer in layers_of[rule.layers]
+        for expert in range(num_experts if "{expert}" in name else 1)
+    }
+
+
+def _filled(name: str, layer: str, expert: str) -> str:
+    return name.replace("{layer}", layer).replace("{expert}", expert)

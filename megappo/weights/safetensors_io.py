@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from megappo.errors import CheckpointError
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.name_map import Partition
+from megappo.weights.transforms import shard_range
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -32,6 +33,7 @@ class HuggingFaceWeights:
         self.path = Path(path)
         self._files: dict[str, Any] = {}  # Any: safetensors' handles
         self._file_of = self._read_index()
+        self._names = frozenset(self._file_of)
 
     def _read_index(self) -> dict[str, str]:
         if (self.path / _INDEX).is_file():
@@ -51,9 +53,9 @@ class HuggingFaceWeights:
             self._files[file] = handle
         return self._files[file]
 
-    def names(self) -> set[str]:
+    def names(self) -> frozenset[str]:
         """Return the names of all tensors."""
-        return set(self._file_of)
+        return self._names
 
     def shape(self, name: str) -> list[int]:
         """Return a tensor's shape without reading it."""
@@ -64,8 +66,8 @@ class HuggingFaceWeights:
         view = self._slice(name)
         if partition is Partition.replicated:
             return view[:]
-        part = view.get_shape()[partition.value] // size
-        own = slice(rank * part, (rank + 1) * part)
+        held = shard_range(view.get_shape()[partition.value], rank=rank, size=size)
+        own = slice(held.start, held.stop)
         return view[own] if partition is Partition.column else view[:, own]
 
     def _slice(self, name: str) -> Any:  # Any: safetensors' slice object

@@ -1,6 +1,6 @@
 """How Hugging Face tensors become one Megatron parameter and back, and how either is cut for tensor parallelism.
 
-Shapes: G key/value groups, R query heads per group, D head size, F feed-forward size, H hidden size.
+Shapes: G key/value groups, R query heads per group, D head size, F feed-forward size, H hidden size, V vocabulary.
 
 Invariants (asserted by tests/weights/test_transforms.py):
 1. split(merge(tensors), i) is tensor i, bitwise.
@@ -15,20 +15,30 @@ import torch
 from megappo.weights.name_map import Partition, Transform
 
 
-def merge(transform: Transform, tensors: Sequence[torch.Tensor], *, num_groups: int) -> torch.Tensor:
+def shard_range(length: int, *, rank: int, size: int) -> range:
+    """Return what rank holds of a dimension that is cut into `size` parts of ceil(length / size), the last ones short
+    or empty where they do not divide it (a vocabulary; all else is divisible)."""
+    part = -(-length // size)
+    return range(min(rank * part, length), min((rank + 1) * part, length))
+
+
+def merge(transform: Transform, tensors: Sequence[torch.Tensor], *, num_groups: int, dim: int = 0) -> torch.Tensor:
     """Join Hugging Face tensors (whole, or one rank's shards) into the Megatron parameter.
 
     Args:
-        tensors: plain: one; qkv: query [G*R*D, ...], key [G*D, ...], value [G*D, ...]; gate_up: two of [F, ...].
+        tensors: plain, vocabulary [V, H]: one; qkv: query [G*R*D, ...], key and value [G*D, ...]; gate_up: two of
+            [F, ...].
         num_groups: G of these tensors (on a shard: groups of the rank).
+        dim: where the output features are, which the shapes above have in dim 0.
     """
-    if transform is Transform.plain:
+    dim %= tensors[0].dim()
+    if transform in (Transform.plain, Transform.vocabulary):
         (tensor,) = tensors
         return tensor
     if transform is Transform.gate_up:
-        return torch.cat(list(tensors))
-    grouped = [tensor.view(num_groups, -1, *tensor.shape[1:]) for tensor in tensors]
-    return torch.cat(grouped, dim=1).flatten(0, 1)
+        return torch.cat(list(tensors), dim)
+    grouped = [tensor.unflatten(dim, (num_groups, -1)) for tensor in tensors]
+    return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
 
 
 def split(
@@ -38,7 +48,7 @@ def split(
 
     The inverse of `merge`. A view of the parameter, except for qkv, whose heads lie apart.
     """
-    if transform is Transform.plain:
+    if transform in (Transform.plain, Transform.vocabulary):
         return parameter
     if transform is Transform.gate_up:
         return parameter.chunk(2)[part]
@@ -52,4 +62,5 @@ def shard(partition: Partition, tensor: torch.Tensor, *, rank: int, size: int) -
     """Return rank's part of a Hugging Face tensor under tensor parallelism of `size` ranks (a view)."""
     if partition is Partition.replicated:
         return tensor
-    return tensor.chunk(size, dim=partition.value)[rank]
+    rows = shard_range(tensor.shape[partition.value], rank=rank, size=size)
+    return tensor.narrow(partition.value, rows.start, len(rows))

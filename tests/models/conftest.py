@@ -9,8 +9,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 # head_dim 12 is not hidden_size / heads = 8; two queries share a key/value head.
@@ -24,7 +26,24 @@ SHAPE = {
     "head_dim": 12,
     "max_position_embeddings": 128,
 }
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
+# One dense layer among the sparse ones; two of four experts per token.
+EXPERTS = {
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 
 MakeModel = Callable[..., Path]
 
@@ -39,7 +58,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         if key not in made:
             torch.manual_seed(0)
             rope = {"rope_type": "default", "rope_theta": 5e4}
-            config = CONFIGS[family](**{**SHAPE, "rope_parameters": rope, **changes})
+            config = CONFIGS[family](**{**SHAPE, **EXPERTS.get(family, {}), "rope_parameters": rope, **changes})
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             for name, parameter in model.named_parameters():
                 # Every weight counts: norms differ from 1, biases from 0, and logits are of order 1.

@@ -8,16 +8,17 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megappo.config.model import Dtype, LayerSpec
+from megappo.config.model import Dtype, LayerSpec, ModelConfig
 from megappo.config.parallelism import ParallelismConfig
 from megappo.device.backend import CPU, CUDA
 from megappo.errors import CapabilityError
-from megappo.models.architecture import ModelArchitecture
+from megappo.models.architecture import ExpertArchitecture, ModelArchitecture
 from megappo.models.build import Head, build_model, transformer_config
 from megappo.models.layer_specs import block_spec, resolve_layer_spec
+from megappo.models.rope import Rope
 from tests.dist_world import DistWorld
 from tests.models.conftest import MakeModel
-from tests.models.model_jobs import call_packed, loaded_model
+from tests.models.model_jobs import call_packed, loaded_model, logits_of
 
 ONE = ParallelismConfig()
 SMALL = ModelArchitecture(
@@ -30,19 +31,18 @@ SMALL = ModelArchitecture(
     ffn_hidden_size=48,
     vocab_size=96,
     max_position_embeddings=64,
-    rope_theta=1e4,
+    rope=Rope(theta=1e4),
     rms_norm_eps=1e-6,
     qkv_bias=True,
     qk_norm=False,
     tied_embeddings=False,
 )
+EXPERTS = ExpertArchitecture(num_experts=6, num_active=2, ffn_hidden_size=20, normalize_probs=True, dense_layers=[1])
 TENSOR = ParallelismConfig(tensor=2)
 
 
 def build(layout: ParallelismConfig, architecture: ModelArchitecture = SMALL, head: Head = Head.language_model) -> Any:
-    return build_model(
-        architecture, parallelism=layout, dtype=Dtype.float32, layer_spec=LayerSpec.auto, head=head, backend=CPU
-    )
+    return build_model(architecture, model=ModelConfig(), parallelism=layout, head=head, backend=CPU)
 
 
 def global_layers(layout: ParallelismConfig, architecture: ModelArchitecture) -> list[list[int]]:
@@ -73,7 +73,7 @@ def value_head_of(layout: ParallelismConfig) -> torch.Tensor:
 def bfloat16_logits(folder: str, layout: ParallelismConfig) -> torch.Tensor:
     (model,) = loaded_model(folder, Head.language_model, layout, Dtype.bfloat16)
     with torch.no_grad():
-        return call_packed(model, [[1, 2, 3, 4], [5, 6]])
+        return logits_of(model, call_packed(model, [[1, 2, 3, 4], [5, 6]])[0])
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,25 @@ def bfloat16_logits(folder: str, layout: ParallelismConfig) -> torch.Tensor:
         (ParallelismConfig(pipeline=2), [[[0, 1]], [[2, 3]]]),
         (ParallelismConfig(pipeline=4), [[[0]], [[1]], [[2]], [[3]]]),
         (ParallelismConfig(pipeline=2, virtual_pipeline=2), [[[0], [2]], [[1], [3]]]),
+        (ParallelismConfig(pipeline=2, first_stage_layers=1), [[[0]], [[1, 2, 3]]]),
+        (ParallelismConfig(pipeline=3, last_stage_layers=2), [[[0]], [[1]], [[2, 3]]]),
+        (ParallelismConfig(pipeline=3, embedding_is_layer=True, head_is_layer=True), [[[0]], [[1, 2]], [[3]]]),
+        (
+            ParallelismConfig(pipeline=2, virtual_pipeline=2, first_stage_layers=2, last_stage_layers=4),
+            [[[0], [3]], [[1, 2], [4, 5]]],
+        ),
+        (
+            ParallelismConfig(pipeline=2, virtual_pipeline=2, embedding_is_layer=True, head_is_layer=True),
+            [[[0], [3, 4]], [[1, 2], [5]]],
+        ),
     ],
 )
 def test_every_layer_is_built_once_under_its_global_index(
     world: DistWorld, layout: ParallelismConfig, expected: list[list[list[int]]]
 ) -> None:
-    assert world.run(global_layers, parallelism=layout, layout=layout, architecture=SMALL) == expected
+    num_layers = sum(len(chunk) for stage in expected for chunk in stage)
+    architecture = replace(SMALL, num_layers=num_layers)
+    assert world.run(global_layers, parallelism=layout, layout=layout, architecture=architecture) == expected
 
 
 def test_parameters_are_marked_as_megatron_marks_them(world: DistWorld) -> None:
@@ -105,7 +118,7 @@ def test_a_value_model_has_one_replicated_row_of_zeros_instead_of_the_vocabulary
 def test_bfloat16_models_compute_in_bfloat16(world: DistWorld, make_model: MakeModel) -> None:
     folder = str(make_model("qwen2"))
     for logits in world.run(bfloat16_logits, parallelism=TENSOR, layout=TENSOR, folder=folder):
-        assert logits.dtype is torch.bfloat16 and logits.shape == (1, 6, 48) and bool(logits.isfinite().all())
+        assert logits.dtype is torch.bfloat16 and logits.shape == (6, 48) and bool(logits.isfinite().all())
 
 
 @pytest.mark.parametrize(
@@ -114,12 +127,18 @@ def test_bfloat16_models_compute_in_bfloat16(world: DistWorld, make_model: MakeM
         (TENSOR, {"num_attention_heads": 3}, r"parallelism\.tensor=2 must divide the 3 attention heads .*\(use 1, 3\)"),
         (TENSOR, {"num_key_value_heads": 1}, r"must divide the 1 key/value heads of the model \(use 1\)"),
         (TENSOR, {"ffn_hidden_size": 49}, "must divide the 49 feed-forward features"),
-        (TENSOR, {"vocab_size": 97}, "must divide the 97 vocabulary rows"),
-        (ParallelismConfig(pipeline=2), {"num_layers": 5}, r"pipeline \* virtual_pipeline=2 must divide the 5 layers"),
-        (ParallelismConfig(pipeline=2, virtual_pipeline=4), {}, "virtual_pipeline=8 must divide the 4 layers"),
-        (ParallelismConfig(expert=2), {}, "parallelism.expert is for mixture-of-experts models; qwen2 is dense"),
+        (ParallelismConfig(pipeline=2), {"num_layers": 5}, "pipeline=2 must divide model.num_hidden_layers=5"),
+        (ParallelismConfig(pipeline=2, virtual_pipeline=4), {}, "virtual_pipeline=4 times 2 stages must divide"),
+        (ParallelismConfig(expert=2), {}, "parallelism.expert=2 is for mixtures of experts, and the model is dense"),
+        (
+            ParallelismConfig(expert=4),
+            {"experts": EXPERTS},
+            r"expert=4 must divide the 6 experts .*\(use 1, 2, 3 or 6\)",
+        ),
+        (ParallelismConfig(expert_tensor=3), {"experts": EXPERTS}, "must divide the 20 features of an expert"),
+        (TENSOR, {"experts": EXPERTS}, "sequence=False must be true for a mixture of experts"),
         (ParallelismConfig(virtual_pipeline=2), {}, r"virtual_pipeline needs parallelism\.pipeline > 1"),
-        (ParallelismConfig(context=2), {}, "parallelism.context=2 is not supported by the local layer spec"),
+        (ParallelismConfig(tensor=2, context=4), {}, r"tensor \* context=8 must divide the 4 attention heads"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused_with_what_would(

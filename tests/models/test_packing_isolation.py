@@ -1,5 +1,6 @@
 """A packed sequence is computed as if it were alone."""
 
+import pytest
 import torch
 
 from megappo.config.parallelism import ParallelismConfig
@@ -12,29 +13,40 @@ from tests.models.model_jobs import Sequences, call_packed, loaded_model
 CPU = torch.device("cpu")
 
 
-def logits_of(folder: str, layout: ParallelismConfig, batches: list[Sequences]) -> list[torch.Tensor]:
+def outputs_of(folder: str, layout: ParallelismConfig, batches: list[Sequences]) -> list[torch.Tensor]:
     (model,) = loaded_model(folder, Head.language_model, layout)
     with torch.no_grad():
         return [call_packed(model, batch)[0] for batch in batches]
 
 
-def test_tokens_of_other_sequences_leave_logits_bitwise_unchanged(world: DistWorld, make_model: MakeModel) -> None:
-    kept = [5, 17, 2, 91, 33]
-    batches: list[Sequences] = [[[1] * 40, kept, [2] * 38, [3] * 6], [[7] * 40, kept, [8] * 38, [9] * 6]]
-    folder = str(make_model("qwen2"))
-    for layout in (ParallelismConfig(), ParallelismConfig(tensor=2, sequence=True)):
-        padded = [[*batch, [0]] for batch in batches]  # 90 tokens: divisible by the tensor-parallel size
-        for first, second in world.run(logits_of, parallelism=layout, layout=layout, folder=folder, batches=padded):
-            assert torch.equal(first[40:45], second[40:45])
-            assert not torch.equal(first[:40], second[:40])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelismConfig(),
+        ParallelismConfig(tensor=2, sequence=True),
+        ParallelismConfig(context=2),
+        pytest.param(ParallelismConfig(tensor=2, context=2), marks=pytest.mark.slow),
+    ],
+    ids=["one process", "tensor and sequence", "context", "tensor and context"],
+)
+def test_tokens_of_other_sequences_leave_outputs_bitwise_unchanged(
+    world: DistWorld, make_model: MakeModel, layout: ParallelismConfig
+) -> None:
+    kept = [5, 17, 2, 91, 33, 8, 54, 12]
+    batches: list[Sequences] = [[[1] * 40, kept, [2] * 36, [3] * 12], [[7] * 40, kept, [8] * 36, [9] * 12]]
+    arguments = {"layout": layout, "folder": str(make_model("qwen2")), "batches": batches}
+    start, stop = 40 // layout.context, 48 // layout.context
+    for first, second in world.run(outputs_of, parallelism=layout, **arguments):
+        assert torch.equal(first[start:stop], second[start:stop])
+        assert not torch.equal(first[:start], second[:start])
 
 
-def test_order_and_company_leave_logits_unchanged(world: DistWorld, make_model: MakeModel) -> None:
+def test_order_and_company_leave_outputs_unchanged(world: DistWorld, make_model: MakeModel) -> None:
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in (50, 7, 7, 33, 1, 20)]
     batches = [sequences, sequences[::-1], *([sequence] for sequence in sequences)]
     (results,) = world.run(
-        logits_of, parallelism=ParallelismConfig(), layout=ParallelismConfig(), folder=str(make_model("qwen3")),
+        outputs_of, parallelism=ParallelismConfig(), layout=ParallelismConfig(), folder=str(make_model("qwen3")),
         batches=batches,
     )  # fmt: skip
     together = results[0].split([len(sequence) for sequence in sequences])

@@ -21,6 +21,7 @@ from megappo.models.save import save_hf_model
 from megappo.weights.buckets import BucketMeta, open_bucket
 from tests.dist_world import DistWorld, RankError
 from tests.models.conftest import MakeModel
+from tests.models.expert_layouts import EXPERT_LAYOUTS
 from tests.models.model_jobs import loaded_model
 
 LAYOUTS = {
@@ -44,6 +45,10 @@ def export_job(folder: str, layout: ParallelismConfig, bucket_bytes: int, dtype:
     return plan.sends, plan.buckets, state
 
 
+def export_jobs(folders: list[str], layout: ParallelismConfig) -> list[Exported]:
+    return [export_job(folder, layout, bucket_bytes=5000) for folder in folders]
+
+
 def save_job(folder: str, layout: ParallelismConfig, output: str, head: Head, shard_bytes: int) -> None:
     save_hf_model(loaded_model(folder, head, layout), folder, output, shard_bytes=shard_bytes)
 
@@ -63,19 +68,57 @@ def save_job_with_full_disk(folder: str, layout: ParallelismConfig, output: str)
     return "saved"
 
 
-@pytest.mark.parametrize("family", FAMILIES.names())
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_export_is_the_loaded_folder_bit_by_bit(
-    world: DistWorld, make_model: MakeModel, family: str, layout: ParallelismConfig, tied: bool
-) -> None:
-    folder = make_model(family, tie_word_embeddings=tied)
-    results = world.run(export_job, parallelism=layout, layout=layout, folder=str(folder), bucket_bytes=5000)
+def assert_exported(folder: Path, results: list[Exported]) -> None:
+    """Every tensor of the folder is sent once, over all stages, and every rank that exports has it bit by bit."""
     expected = load_file(folder / "model.safetensors")
-    names = [name for sends, _, state in results if sends for name in state]
-    assert sorted(names) == sorted(expected)  # each once, over all stages
+    assert sorted(name for sends, _, state in results if sends for name in state) == sorted(expected)
     for _, _, state in results:
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+        for name, tensor in state.items():
+            assert torch.equal(tensor, expected[name]), f"{folder}: {name}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_export_is_the_loaded_folder_bit_by_bit(
+    world: DistWorld, make_model: MakeModel, layout: ParallelismConfig
+) -> None:
+    # Experts go with tensor parallelism under sequence parallelism only.
+    fitting = [
+        name for name in FAMILIES.names() if not FAMILIES.get(name).experts or layout.tensor == 1 or layout.sequence
+    ]
+    folders = [make_model(family, tie_word_embeddings=tied) for family in fitting for tied in (False, True)]
+    results = world.run(export_jobs, parallelism=layout, layout=layout, folders=list(map(str, folders)))
+    for folder, *of_ranks in zip(folders, *results, strict=True):
+        assert_exported(folder, of_ranks)
+
+
+@pytest.mark.parametrize(("layout", "world_size"), EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS.keys())
+def test_experts_of_all_ranks_are_exported_bit_by_bit(
+    world: DistWorld, make_model: MakeModel, layout: ParallelismConfig, world_size: int
+) -> None:
+    folders = [make_model("qwen3_moe"), make_model("mixtral")]
+    results = world.run(
+        export_jobs, world_size=world_size, parallelism=layout, layout=layout, folders=list(map(str, folders))
+    )
+    for folder, *of_ranks in zip(folders, *results, strict=True):
+        assert_exported(folder, of_ranks)
+        assert sum(sends for sends, _, _ in of_ranks) == layout.pipeline
+
+
+def test_a_padded_vocabulary_comes_out_without_its_padding(world: DistWorld, make_model: MakeModel) -> None:
+    """Five tokens on four ranks: the third has one and the last none."""
+    layout = ParallelismConfig(tensor=4)
+    folder = make_model("llama", vocab_size=5, num_attention_heads=4, num_key_value_heads=4)
+    results = world.run(export_job, parallelism=layout, layout=layout, folder=str(folder), bucket_bytes=5000)
+    assert_exported(folder, results)
+    assert world.run(padding_job, parallelism=layout, layout=layout, folder=str(folder)) == [0, 0, 1, 2]
+
+
+def padding_job(folder: str, layout: ParallelismConfig) -> int:
+    """Return the number of rows of the embedding and the output layer that are zero, the same in both."""
+    (model,) = loaded_model(folder, Head.language_model, layout)
+    rows = [int((weight == 0).all(1).sum()) for weight in (model.embedding.word_embeddings.weight, model.output_weight)]
+    assert rows[0] == rows[1]
+    return rows[0]
 
 
 def test_all_ranks_of_a_stage_have_the_same_buckets_within_the_limit(world: DistWorld, make_model: MakeModel) -> None:
@@ -95,6 +138,38 @@ def test_only_one_data_parallel_replica_sends(world: DistWorld, make_model: Make
         export_job, world_size=4, parallelism=layout, layout=layout, folder=str(make_model("llama")), bucket_bytes=5000
     )
     assert [sends for sends, _, _ in results] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("layout", "takes_part"),
+    [
+        (ParallelismConfig(expert=2), [True, True, False, False]),
+        (ParallelismConfig(tensor=2, sequence=True), [True, True, False, False]),
+        (ParallelismConfig(tensor=2, sequence=True, expert=4), [True] * 4),
+        (ParallelismConfig(pipeline=2, expert=2), [True] * 4),
+    ],
+)
+def test_a_stage_is_exported_by_the_ranks_that_hold_its_experts(
+    world: DistWorld, make_model: MakeModel, tmp_path: Path, layout: ParallelismConfig, takes_part: list[bool]
+) -> None:
+    folder, output = make_model("qwen3_moe"), tmp_path / "saved"
+    assert takes_part == world.run(
+        save_by_those_who_take_part,
+        world_size=4,
+        parallelism=layout,
+        layout=layout,
+        folder=str(folder),
+        output=str(output),
+    )
+    saved = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    source = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in source)
+
+
+def save_by_those_who_take_part(folder: str, layout: ParallelismConfig, output: str) -> bool:
+    chunks = loaded_model(folder, Head.language_model, layout)
+    save_hf_model(chunks, folder, output, shard_bytes=10_000)
+    return plan_export(chunks, 10_000).takes_part
 
 
 def test_bfloat16_is_the_rounded_folder(world: DistWorld, make_model: MakeModel) -> None:

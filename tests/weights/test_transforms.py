@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megappo.weights.name_map import Partition, Transform
-from megappo.weights.transforms import merge, shard, split
+from megappo.weights.transforms import merge, shard, shard_range, split
 
 HIDDEN = 16
 
@@ -45,6 +45,13 @@ def test_biases_are_fused_like_weights() -> None:
     fused = merge(Transform.qkv, bias, num_groups=2)
     assert fused.tolist() == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
     assert split(Transform.qkv, fused, 2, num_groups=2, queries_per_group=2).tolist() == [200, 201, 202, 203]
+
+
+def test_features_are_fused_in_their_dim_as_rows_are() -> None:
+    rows = [torch.randn(8, 3), torch.randn(4, 3), torch.randn(4, 3)]
+    for transform, tensors in ((Transform.qkv, rows), (Transform.gate_up, rows[:2]), (Transform.plain, rows[:1])):
+        features = [tensor.t() for tensor in tensors]
+        assert torch.equal(merge(transform, features, num_groups=2, dim=-1).t(), merge(transform, tensors, num_groups=2))
 
 
 def test_gate_and_up_are_cut_each() -> None:
@@ -91,3 +98,13 @@ def test_rows_and_columns_are_cut_where_megatron_cuts_them() -> None:
     assert shard(Partition.column, tensor, rank=1, size=2).tolist() == [[4, 5], [6, 7]]
     assert shard(Partition.row, tensor, rank=1, size=2).tolist() == [[1], [3], [5], [7]]
     assert shard(Partition.replicated, tensor, rank=1, size=2) is tensor
+
+
+@pytest.mark.parametrize(("length", "size", "expected"), [(8, 2, [4, 4]), (7, 2, [4, 3]), (5, 4, [2, 2, 1, 0])])
+def test_shards_are_equal_but_for_the_end(length: int, size: int, expected: list[int]) -> None:
+    ranges = [shard_range(length, rank=rank, size=size) for rank in range(size)]
+    assert [len(held) for held in ranges] == expected
+    assert [index for held in ranges for index in held] == list(range(length))
+    whole = torch.arange(length)[:, None]
+    parts = [shard(Partition.column, whole, rank=rank, size=size) for rank in range(size)]
+    assert torch.equal(torch.cat(parts), whole)
