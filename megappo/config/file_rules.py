@@ -3,7 +3,7 @@
 import glob
 from pathlib import Path
 
-from megappo.config import layout_rules
+from megappo.config import layout_rules, training_rules
 from megappo.config.model_shape import ModelShape, folder_shape
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
@@ -16,6 +16,8 @@ def model_folders_fit(config: RunConfig) -> list[Violation]:
     if shape is not None:
         violations += layout_rules.layout_divides_model(config, shape, role="actor")
         violations += layout_rules.sequences_fit_positions(config, shape)
+        violations += training_rules.recompute_fits_layers(config, shape, role="actor")
+        violations += training_rules.adapters_fit_model(config, shape, role="actor")
     if not layout_rules.needs_critic(config):
         return violations
     if config.critic.path is not None:
@@ -23,6 +25,8 @@ def model_folders_fit(config: RunConfig) -> list[Violation]:
         shape = _read_shape("critic.path", config.critic.path, remedy, violations)
     if shape is not None:
         violations += layout_rules.layout_divides_model(config, shape, role="critic")
+        violations += training_rules.recompute_fits_layers(config, shape, role="critic")
+        violations += training_rules.adapters_fit_model(config, shape, role="critic")
     return violations
 
 

@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
+from megappo.config.cluster import DeviceKind
+from megappo.config.expert_rules import expert_violations
+from megappo.config.model import LayerSpec
 from megappo.config.model_shape import ModelShape
 from megappo.config.parallelism import ParallelismConfig
+from megappo.config.pipeline_rules import divisors, pipeline_violations
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
@@ -65,6 +69,29 @@ def model_fits_its_pool(config: RunConfig) -> list[Violation]:
     return violations
 
 
+def experts_fit_their_pool(config: RunConfig) -> list[Violation]:
+    """Experts are spread over all ranks of a pipeline stage, data-parallel ones included, so they divide these."""
+    violations: list[Violation] = []
+    for role, layout, pool in trained_models(config):
+        devices = config.cluster.pools.get(pool)
+        ranks = layout.expert * layout.expert_tensor
+        # Where the model itself does not fit, that is the thing to say.
+        if not devices or layout.model_size <= 0 or devices % layout.model_size or ranks <= 0:
+            continue
+        stage = devices // layout.pipeline
+        if stage % ranks:
+            violations.append(
+                Violation(
+                    key=f"{role}.parallelism.expert",
+                    value=layout.expert,
+                    rule=f"times {role}.parallelism.expert_tensor={layout.expert_tensor} must divide the {stage} ranks "
+                    f"of a pipeline stage ({devices} devices of pool {pool!r} / {layout.pipeline} stages)",
+                    remedy=f"make the product one of {divisors(stage)}, or change cluster.pools.{pool}",
+                )
+            )
+    return violations
+
+
 def engines_fit_their_pool(config: RunConfig) -> list[Violation]:
     """All rollout engines together need no more devices than their pool has."""
     devices = config.cluster.pools.get(config.cluster.rollout)
@@ -111,28 +138,33 @@ def virtual_pipeline_needs_stages(config: RunConfig) -> list[Violation]:
 
 
 def layout_divides_model(config: RunConfig, shape: ModelShape, *, role: str) -> list[Violation]:
-    """Tensor parallelism divides the heads, pipeline stages (and their chunks) divide the layers."""
+    """Tensor parallelism divides the heads, pipeline stages (and their chunks) share the layers."""
     layout = config.actor.parallelism if role == "actor" else config.critic.parallelism
     key = f"{role}.parallelism"
     violations: list[Violation] = []
     for name in ("num_attention_heads", "num_key_value_heads"):
         size = getattr(shape, name)
         if layout.tensor > 0 and size % layout.tensor:
-            violations.append(_must_divide(f"{key}.tensor", layout.tensor, f"model.{name}", size))
-    layers = shape.num_hidden_layers
-    chunks = layout.pipeline * (layout.virtual_pipeline or 1)
-    if layout.pipeline > 0 and layers % layout.pipeline:
-        violations.append(_must_divide(f"{key}.pipeline", layout.pipeline, "model.num_hidden_layers", layers))
-    elif chunks > 0 and layers % chunks:
-        violations.append(
-            Violation(
-                key=f"{key}.virtual_pipeline",
-                value=layout.virtual_pipeline,
-                rule=f"times {layout.pipeline} stages must divide model.num_hidden_layers={layers}",
-                remedy=f"use one of {divisors(layers // layout.pipeline)}, or null",
-            )
-        )
-    return violations
+            violations.append(_must_divide(f"{key}.tensor", layout.tensor, f"model.{name}={size}", size))
+    if shape.ffn_hidden_size and layout.tensor > 0 and shape.ffn_hidden_size % layout.tensor:
+        name = f"model.intermediate_size={shape.ffn_hidden_size}"
+        violations.append(_must_divide(f"{key}.tensor", layout.tensor, name, shape.ffn_hidden_size))
+    violations += _context_divides_heads(config, layout, shape.num_attention_heads, key)
+    violations += expert_violations(layout, shape.experts, key=key)
+    return violations + pipeline_violations(layout, shape.num_hidden_layers, key=key)
+
+
+def _context_divides_heads(config: RunConfig, layout: ParallelismConfig, heads: int, key: str) -> list[Violation]:
+    """The local layer spec gives each context-parallel rank some of the heads of a tensor-parallel rank."""
+    uses_local = config.model.layer_spec is LayerSpec.local or config.cluster.device is DeviceKind.cpu
+    # Where the tensor-parallel size does not fit, that is the thing to say.
+    if not uses_local or layout.context < 2 or layout.tensor < 1 or heads % layout.tensor:
+        return []
+    heads_of_rank = heads // layout.tensor
+    if heads_of_rank % layout.context == 0:
+        return []
+    name = f"the {heads_of_rank} attention heads of a tensor-parallel rank"
+    return [_must_divide(f"{key}.context", layout.context, name, heads_of_rank)]
 
 
 def sequences_fit_positions(config: RunConfig, shape: ModelShape) -> list[Violation]:
@@ -152,10 +184,4 @@ def sequences_fit_positions(config: RunConfig, shape: ModelShape) -> list[Violat
 
 
 def _must_divide(key: str, value: int, name: str, size: int) -> Violation:
-    return Violation(key=key, value=value, rule=f"must divide {name}={size}", remedy=f"use {divisors(size)}")
-
-
-def divisors(number: int) -> str:
-    """Return the divisors of a positive number in words: `1, 2 or 4`."""
-    found = [str(candidate) for candidate in range(1, number + 1) if number % candidate == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    return Violation(key=key, value=value, rule=f"must divide {name}", remedy=f"use {divisors(size)}")

@@ -1,7 +1,9 @@
 """Which model, in which precision, and how a model is made from nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+from megappo.config.memory import RecomputeConfig
 
 
 class Dtype(Enum):
@@ -19,15 +21,35 @@ class LayerSpec(Enum):
     transformer_engine = "transformer_engine"
 
 
+class Fp8Recipe(Enum):
+    """How Transformer Engine scales the fp8 operands of the layers' matrix products."""
+
+    delayed = "delayed"
+    """One scale per tensor, from the largest values of earlier steps (Ada, Hopper and later)."""
+    blockwise = "blockwise"
+    """One scale per 1 x 128 or 128 x 128 block (Hopper)."""
+    mxfp8 = "mxfp8"
+    """One scale per 32 values (Blackwell)."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """The policy model, a Hugging Face folder (config.json, safetensors, tokenizer)."""
 
     path: str = ""
     """Folder of the starting weights; actor, reference and (unless critic.path is set) critic start from it."""
+    random_weights: bool = False
+    """Start from random weights instead, drawn where they lie: `path` needs a config.json only. For measurements."""
     dtype: Dtype = Dtype.float32
+    fp32_head: bool = False
+    """Compute the logits of log-probs and entropy from 16-bit hidden states and weights in fp32, so that they are not
+    rounded to 16 bits (bfloat16 keeps 8 bits: a logit of 30 is off by up to 0.06). The softmax is in fp32 either way.
+    Costs the speed of 16-bit matrix products in the output projection."""
     layer_spec: LayerSpec = LayerSpec.auto
     """`auto`: Transformer Engine on CUDA where it is installed, else Megatron's local layers on torch attention."""
+    fp8: Fp8Recipe | None = None
+    """Matrix products of the layers in fp8; parameters stay in `dtype`. CUDA with Transformer Engine only."""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,14 +1,14 @@
 """Rules between keys. Each is a function named for the rule that returns the violations it finds; none stops at the
 first. `megappo config` checks what needs no file system (`check_config`); a run adds `check_files`.
 
-To add one: write the function beside those of its kind (`value_rules`, `layout_rules`, `capability_rules`,
-`name_rules`, `file_rules`) and list it here.
+To add one: write the function beside those of its kind (`value_rules`, `layout_rules`, `training_rules`,
+`capability_rules`, `name_rules`, `file_rules`) and list it here.
 Those of the algorithm section, which `megappo inspect algorithm` shares, are in `algorithm_rules`.
 """
 
-from megappo.config import capability_rules, file_rules, layout_rules, name_rules, value_rules
+from megappo.config import capability_rules, file_rules, layout_rules, name_rules, training_rules, value_rules
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
-from megappo.config.algorithm_rules import algorithm_violations
+from megappo.config.algorithm_rules import algorithm_notes, algorithm_violations
 from megappo.config.model_shape import random_model_shape
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
@@ -19,7 +19,6 @@ _CONFIG_RULES = (
     value_rules.frequencies_are_positive_or_off,
     value_rules.mini_batch_divides_step,
     value_rules.training_samples_are_drawn,
-    value_rules.learning_rate_schedules_are_complete,
     value_rules.resume_is_a_choice_or_path,
     value_rules.run_name_is_a_folder_name,
     value_rules.critic_warmup_needs_a_critic,
@@ -27,16 +26,26 @@ _CONFIG_RULES = (
     value_rules.rows_are_left_after_skip,
     value_rules.validation_has_prompts,
     value_rules.model_reward_has_a_model,
+    training_rules.learning_rate_schedules_are_complete,
+    training_rules.optimizer_settings_are_in_range,
+    training_rules.overlap_has_what_it_needs,
+    training_rules.adapters_have_targets,
+    training_rules.recompute_names_what_it_can,
+    training_rules.fp8_has_what_it_needs,
     name_rules.plug_ins_are_known,
     name_rules.in_process_engine_has_one_device,
     name_rules.reward_workers_fit_their_pool,
     layout_rules.pool_of_each_role_exists,
     layout_rules.model_fits_its_pool,
+    layout_rules.experts_fit_their_pool,
     layout_rules.engines_fit_their_pool,
     layout_rules.sequence_parallel_needs_tensor_parallel,
     layout_rules.virtual_pipeline_needs_stages,
-    capability_rules.sequences_stay_whole,
-    capability_rules.experts_stay_together,
+    capability_rules.broadcast_needs_devices_of_its_own,
+)
+
+_DEVICE_RULES = (
+    training_rules.fp8_has_what_it_needs,
     capability_rules.broadcast_needs_devices_of_its_own,
 )
 
@@ -62,9 +71,15 @@ def random_model_fits(config: RunConfig) -> list[Violation]:
     shape = random_model_shape(config.sft.random_model)
     violations = layout_rules.layout_divides_model(config, shape, role="actor")
     violations += layout_rules.sequences_fit_positions(config, shape)
+    violations += training_rules.recompute_fits_layers(config, shape, role="actor")
     if layout_rules.needs_critic(config) and config.critic.path is None and file_rules.is_made_by_sft(config):
         violations += layout_rules.layout_divides_model(config, shape, role="critic")
     return violations
+
+
+def check_device(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about the device, once `auto` is settled."""
+    return [violation for rule in _DEVICE_RULES for violation in rule(config)]
 
 
 def check_files(config: RunConfig) -> list[Violation]:
@@ -74,7 +89,7 @@ def check_files(config: RunConfig) -> list[Violation]:
 
 def check_sft_files(config: RunConfig) -> list[Violation]:
     """Return the broken rules about the files that `megappo sft` reads."""
-    violations = file_rules.data_files_exist(config)
+    violations = file_rules.data_files_exist(config) + training_rules.random_models_are_trained_whole(config)
     if config.sft.random_model is None:
         violations += file_rules.model_folders_fit(config)
     return violations
@@ -90,8 +105,7 @@ def start_up_notes(config: RunConfig) -> list[str]:
             f"batching.samples_per_prompt=1: {algorithm.advantage.name} compares the samples of one prompt, "
             "so every advantage is 0 and nothing is learned"
         )
-    if algorithm.kl.in_reward.coef > 0 and algorithm.kl.in_loss.coef > 0:
-        notes.append("algorithm.kl: the KL to the reference counts twice, in the reward and in the loss")
+    notes += algorithm_notes(algorithm)
     if sampling.top_p < 1 or sampling.top_k > 0:
         notes.append(
             "rollout.sampling.top_p/top_k cut the distribution that samples come from; log-probs are those of the "

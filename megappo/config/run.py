@@ -6,6 +6,8 @@ from megappo.config.algorithm import AlgorithmConfig
 from megappo.config.batching import BatchingConfig
 from megappo.config.cluster import ClusterConfig
 from megappo.config.data import DataConfig, RewardConfig
+from megappo.config.lora import LoraConfig
+from megappo.config.memory import OffloadConfig
 from megappo.config.model import ModelConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.parallelism import ParallelismConfig
@@ -20,6 +22,10 @@ class ActorConfig:
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights, for example {rank: 16}; the reference policy is then the model without
+    them, which needs no copy. None: train all weights."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +34,9 @@ class CriticConfig:
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    lora: LoraConfig | None = None
+    """Train adapters and the value head instead of all weights."""
     path: str | None = None
     """Starting weights; None: model.path. The value head starts at zero."""
 

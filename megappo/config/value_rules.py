@@ -1,7 +1,6 @@
 """Rules about single values and about values of one section."""
 
 from megappo.config.layout_rules import needs_critic, roles
-from megappo.config.optim import OptimConfig, ScheduleKind
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
@@ -19,14 +18,28 @@ _POSITIVE = (
     "sft.random_model.hidden_size sft.random_model.ffn_hidden_size sft.random_model.num_layers "
     "sft.random_model.num_attention_heads sft.random_model.num_key_value_heads "
     "sft.random_model.max_position_embeddings sft.random_model.vocab_multiple "
-    "sft.random_model.init_std sft.random_model.embedding_std "
+    "sft.random_model.init_std sft.random_model.embedding_std model.recompute.num_layers "
+    "actor.lora.rank actor.lora.alpha critic.lora.rank critic.lora.alpha "
     + " ".join(
         f"{role}.parallelism.{axis}"
         for role in ("actor", "critic")
-        for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor", "virtual_pipeline")
+        for axis in (
+            "tensor",
+            "pipeline",
+            "first_stage_layers",
+            "last_stage_layers",
+            "context",
+            "expert",
+            "expert_tensor",
+            "virtual_pipeline",
+        )
     )
     + " "
-    + " ".join(f"{role}.optim.{key}" for role in ("actor", "critic", "sft") for key in ("lr", "eps", "decay_steps"))
+    + " ".join(
+        f"{role}.optim.{key}"
+        for role in ("actor", "critic", "sft")
+        for key in ("lr", "eps", "decay_steps", "final_decay_steps", "overlap_bucket_params")
+    )
 ).split()
 
 _NOT_NEGATIVE = (
@@ -35,7 +48,7 @@ _NOT_NEGATIVE = (
     + " ".join(
         f"{role}.optim.{key}"
         for role in ("actor", "critic", "sft")
-        for key in ("min_lr", "weight_decay", "clip_grad", "warmup_steps", "max_skipped_steps")
+        for key in ("min_lr", "weight_decay", "clip_grad", "warmup_steps", "max_skipped_steps", "momentum")
     )
 ).split()
 
@@ -127,42 +140,6 @@ def training_samples_are_drawn(config: RunConfig) -> list[Violation]:
             violations.append(
                 Violation(key=f"rollout.{section}.top_k", value=top_k, rule="must be positive", remedy="-1 is off")
             )
-    return violations
-
-
-def learning_rate_schedules_are_complete(config: RunConfig) -> list[Violation]:
-    """A falling schedule says when it ends, after its warm-up; the rate does not end above its peak."""
-    violations: list[Violation] = []
-    sections: dict[str, OptimConfig] = {"actor": config.actor.optim, "sft": config.sft.optim}
-    if needs_critic(config):
-        sections["critic"] = config.critic.optim
-    for role, optim in sections.items():
-        falls = optim.schedule is not ScheduleKind.constant
-        if falls and (optim.decay_steps is None or 0 < optim.decay_steps <= optim.warmup_steps):
-            violations.append(
-                Violation(
-                    key=f"{role}.optim.decay_steps",
-                    value=optim.decay_steps,
-                    rule=f"must be given with schedule={optim.schedule.name}, above warmup_steps={optim.warmup_steps}",
-                    remedy="the optimizer step at which min_lr is reached, or schedule=constant",
-                )
-            )
-        if optim.min_lr > optim.lr:
-            violations.append(
-                Violation(
-                    key=f"{role}.optim.min_lr",
-                    value=optim.min_lr,
-                    rule=f"must not be above {role}.optim.lr={optim.lr}",
-                    remedy="use 0",
-                )
-            )
-        for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
-            if not 0 <= beta < 1:
-                violations.append(
-                    Violation(
-                        key=f"{role}.optim.{name}", value=beta, rule="must be in [0, 1)", remedy="use 0.9 or 0.999"
-                    )
-                )
     return violations
 
 

@@ -1,6 +1,6 @@
 """The actor: log-probs of sampled tokens under the trained or the reference policy, and its update.
 
-Shapes: N packed tokens, T input tokens of a micro-batch, n tokens that it predicts, V/tp vocabulary columns.
+Shapes: N packed tokens, T input tokens of a micro-batch, n tokens that it predicts, H hidden features.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,10 +23,13 @@ from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.models.build import Head
 from megappo.models.export import iter_export_buckets, weight_manifest
+from megappo.models.parameters import unwrap
 from megappo.observability.metrics import Metrics, mean
+from megappo.train.context import gather_statistics
+from megappo.train.fused_head import HeadOptions
 from megappo.train.log_probs import TokenStatistics, compute_token_statistics, vocab_shard
 from megappo.train.packing import PackedMicroBatch
-from megappo.train.reference import FrozenWeights
+from megappo.train.reference import FrozenWeights, SwitchedOffAdapters
 from megappo.train.trainer import LossFunction, ModelTrainer, token_weights
 from megappo.weights.buckets import BucketMeta, TensorMeta
 
@@ -48,14 +51,18 @@ class ActorTrainer(ModelTrainer):
             role="actor",
             path=config.model.path,
             model=config.model,
-            parallelism=config.actor.parallelism,
-            optim=config.actor.optim,
+            training=config.actor,
             head=Head.language_model,
             backend=backend,
+            seed=config.seed,
         )
         self.algorithm = config.algorithm
         self.temperature = config.rollout.sampling.temperature
-        self._reference = FrozenWeights(self.chunks) if self.algorithm.needs_reference else None
+        self._fp32_head = config.model.fp32_head
+        self._reference: FrozenWeights | SwitchedOffAdapters | None = None
+        if self.algorithm.needs_reference:
+            make = FrozenWeights if config.actor.lora is None else SwitchedOffAdapters
+            self._reference = make(self.chunks)
 
     def compute_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], *, reference: bool = False
@@ -74,15 +81,16 @@ class ActorTrainer(ModelTrainer):
         entropies: list[torch.Tensor] = []
         with_squares = reads_sum_pi_squared(self.algorithm) and not reference
 
-        def read(logits: torch.Tensor, micro_batch: PackedMicroBatch) -> list[torch.Tensor]:
+        def read(hidden: torch.Tensor, micro_batch: PackedMicroBatch) -> list[torch.Tensor]:
             statistics = self._statistics(
-                logits, micro_batch, with_entropy=not reference, with_sum_squared_probs=with_squares
+                hidden, micro_batch, with_entropy=not reference, with_sum_squared_probs=with_squares
             )
             if statistics.entropy is not None:
                 entropies.append(statistics.entropy.double().sum())
             squares = statistics.sum_squared_probs
             return [statistics.log_probs] if squares is None else [statistics.log_probs, squares]
 
+        self.memory.require_params()
         if reference:
             assert self._reference is not None, "asked for the reference, which algorithm.needs_reference rules out"
         with self._reference.in_place() if reference and self._reference else nullcontext():
@@ -140,8 +148,8 @@ class ActorTrainer(ModelTrainer):
         with_entropy = self.algorithm.entropy.coef != 0 or not measured_before
         step_before = self.optimizer.step_number
 
-        def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, Metrics]:
-            statistics = self._statistics(logits, packed[index], with_entropy=with_entropy)
+        def loss(hidden: torch.Tensor, index: int) -> tuple[torch.Tensor, Metrics]:
+            statistics = self._statistics(hidden, packed[index], with_entropy=with_entropy)
             batch = replace(
                 inputs[index],
                 entropy=statistics.entropy,
@@ -179,6 +187,7 @@ class ActorTrainer(ModelTrainer):
 
     def export_buckets(self, bucket_bytes: int) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
         """Yield this stage's weights under their Hugging Face names; see `models.export.iter_export_buckets`."""
+        self.memory.require_params()
         return iter_export_buckets(self.chunks, bucket_bytes)
 
     def weight_manifest(self) -> list[TensorMeta]:
@@ -187,23 +196,23 @@ class ActorTrainer(ModelTrainer):
 
     def _statistics(
         self,
-        logits: torch.Tensor,
+        hidden: torch.Tensor,
         micro_batch: PackedMicroBatch,
         *,
         with_entropy: bool,
         with_sum_squared_probs: bool = False,
     ) -> TokenStatistics:
-        """Statistics [n] of the predicted tokens of a micro-batch under its logits [T, V/tp]."""
-        return compute_token_statistics(
-            logits,
-            micro_batch.rows,
-            micro_batch.targets,
+        """Statistics [n] of the predicted tokens of a micro-batch, from the last hidden states [T, H] of this rank."""
+        # With virtual stages the last chunk of the last pipeline rank is the one that gives them.
+        weight = unwrap(self.chunks[-1]).output_weight
+        options = HeadOptions(
             shard=vocab_shard(
-                self.architecture.vocab_size,
-                logits.shape[1],
-                parallel_state.get_tensor_model_parallel_group(),
+                self.architecture.vocab_size, len(weight), parallel_state.get_tensor_model_parallel_group()
             ),
             temperature=self.temperature,
             with_entropy=with_entropy,
             with_sum_squared_probs=with_sum_squared_probs,
+            fp32=self._fp32_head,
         )
+        statistics = compute_token_statistics(hidden, weight, micro_batch.rows, micro_batch.targets, options)
+        return statistics if micro_batch.split is None else gather_statistics(statistics, micro_batch.split)

@@ -1,5 +1,8 @@
 """Checkpoints of one trainer for the same layout: a file per rank, and one that says what they belong to.
 
+Frozen weights (those beside adapters) are not written: they come from the starting model, of which a checkpoint holds
+the sums, so that another one is noticed.
+
 The caller makes the folder, and moves it to its final name once all ranks have written their file; nothing here waits
 for other ranks.
 """
@@ -16,7 +19,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
+from megappo.config.lora import LoraConfig
 from megappo.config.model import Dtype
+from megappo.config.optim import OptimConfig
 from megappo.config.parallelism import ParallelismConfig
 from megappo.errors import CheckpointError
 from megappo.models.architecture import ModelArchitecture
@@ -35,7 +40,9 @@ class CheckpointLayout:
     parallelism: dict[str, Any]  # Any: the fields of ParallelismConfig
     world_size: int
     dtype: str
+    optimizer: str
     distributed_optimizer: bool
+    lora: dict[str, Any] | None  # Any: the fields of LoraConfig
 
     @classmethod
     def of(
@@ -45,7 +52,8 @@ class CheckpointLayout:
         *,
         parallelism: ParallelismConfig,
         dtype: Dtype,
-        distributed: bool,
+        optim: OptimConfig,
+        lora: LoraConfig | None,
     ) -> "CheckpointLayout":
         """Describe a trainer of this process's world."""
         return cls(
@@ -54,7 +62,9 @@ class CheckpointLayout:
             parallelism=asdict(parallelism),
             world_size=dist.get_world_size(),
             dtype=dtype.value,
-            distributed_optimizer=distributed,
+            optimizer=optim.name.value,
+            distributed_optimizer=optim.distributed,
+            lora=None if lora is None else asdict(lora),
         )
 
 
@@ -68,6 +78,7 @@ def save_checkpoint(
     """
     state = {
         "weights": [_weights(chunk) for chunk in chunks],
+        "frozen_sums": [_frozen_sums(chunk) for chunk in chunks],
         "optimizer": optimizer.state_dict(),
         "random": _random_state(),
     }
@@ -86,7 +97,8 @@ def load_checkpoint(
     """Put back what `save_checkpoint` wrote. Nothing is changed when the checkpoint does not fit.
 
     Raises:
-        CheckpointError: another architecture or layout (both are named), or a file is missing or damaged.
+        CheckpointError: another architecture or layout (both are named), other frozen weights, or a file is missing or
+            damaged.
     """
     _check_layout(folder, layout)
     file = _rank_file(folder, dist.get_rank())
@@ -94,6 +106,11 @@ def load_checkpoint(
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if state["frozen_sums"] != [_frozen_sums(chunk) for chunk in chunks]:
+        raise CheckpointError(
+            f"{file} holds adapters of another model: the frozen weights differ (resume with the starting weights that "
+            "the run began with)"
+        )
     for chunk, saved in zip(chunks, state["weights"]):
         for name, weight in _weights(chunk).items():
             weight.copy_(saved[name])
@@ -123,12 +140,26 @@ def _check_layout(folder: str, layout: CheckpointLayout) -> None:
 
 
 def _weights(chunk: MegatronModule) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a chunk by name, without copying them."""
-    state = chunk.state_dict()
+    """Return the parameters of a chunk that are not frozen, and its buffers, by name, without copying them."""
+    state = chunk.state_dict(keep_vars=True)
     # Transformer Engine adds entries that are not weights.
     return {
-        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and "_extra_state" not in name
+        name: value.detach()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and "_extra_state" not in name
+        and (value.requires_grad or not isinstance(value, torch.nn.Parameter))
     }
+
+
+def _frozen_sums(chunk: MegatronModule) -> list[int]:
+    """Return a sum of each frozen parameter, over its bits as whole numbers, which no order of summing changes."""
+    words = {2: torch.int16, 4: torch.int32}
+    return [
+        int(parameter.detach().view(words[parameter.element_size()]).sum(dtype=torch.int64))
+        for parameter in chunk.parameters()
+        if not parameter.requires_grad
+    ]
 
 
 def _random_state() -> dict[str, Any]:  # Any: tensors and dicts of them

@@ -1,7 +1,8 @@
 """The critic: values of the states before sampled tokens, and its update.
 
-Shapes: N packed tokens, T input tokens of a micro-batch, n tokens that it predicts. The value of the state before token
-t is the critic's output at input position t - 1, the same position whose logits predict token t in the actor.
+Shapes: N packed tokens, T input tokens of a micro-batch, of which each of R context-parallel ranks holds T / R, n
+tokens that it predicts. The value of the state before token t is the critic's output at input position t - 1, the same
+position whose logits predict token t in the actor.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.models.build import Head
 from megappo.observability.metrics import Metrics
+from megappo.train.context import gather_tokens
 from megappo.train.packing import PackedMicroBatch
 from megappo.train.trainer import LossFunction, ModelTrainer, token_weights
 
@@ -30,10 +32,10 @@ class CriticTrainer(ModelTrainer):
             role="critic",
             path=config.critic.path or config.model.path,
             model=config.model,
-            parallelism=config.critic.parallelism,
-            optim=config.critic.optim,
+            training=config.critic,
             head=Head.value_function,
             backend=backend,
+            seed=config.seed,
         )
         self.algorithm = config.algorithm
 
@@ -50,7 +52,7 @@ class CriticTrainer(ModelTrainer):
         """
 
         def read(values: torch.Tensor, micro_batch: PackedMicroBatch) -> list[torch.Tensor]:
-            return [values.index_select(0, micro_batch.rows)]
+            return [_at_predicted(values, micro_batch)]
 
         fields = self._compute_token_fields(batch, micro_batches, read)
         return (None if fields is None else fields[0]), {}
@@ -84,8 +86,14 @@ class CriticTrainer(ModelTrainer):
         ]
 
         def loss(values: torch.Tensor, index: int) -> tuple[torch.Tensor, Metrics]:
-            chosen = values.index_select(0, packed[index].rows)
+            chosen = _at_predicted(values, packed[index])
             output = compute_value_loss(chosen, inputs[index], self.algorithm)
             return output.loss, output.metrics
 
         return packed, loss
+
+
+def _at_predicted(values: torch.Tensor, micro_batch: PackedMicroBatch) -> torch.Tensor:
+    """Values [T / R] of this rank's tokens -> values [n] of the states before the predicted tokens."""
+    chosen = values.index_select(0, micro_batch.rows)
+    return chosen if micro_batch.split is None else gather_tokens(chosen, micro_batch.split)

@@ -1,7 +1,7 @@
 """Megatron's optimizer with our learning-rate schedule and a refusal of non-finite steps.
 
 The step number counts optimizer steps that were applied: the schedule, Adam's bias correction and checkpoints all go by
-it. Weight decay leaves out biases and norms (parameters of one dimension), which is Megatron's rule.
+it. A step whose gradient is not finite is none: weights, state, step number and learning rate stay.
 """
 
 import math
@@ -15,26 +15,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from megappo.config.model import Dtype
-from megappo.config.optim import OptimConfig, ScheduleKind
+from megappo.config.optim import OptimConfig
 from megappo.errors import NonFiniteError
-
-
-def learning_rate_at(config: OptimConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 1.
-
-    It rises linearly to `lr` at step `warmup_steps`; a linear or cosine schedule then falls to `min_lr` at step
-    `decay_steps` and stays there.
-    """
-    if step < config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule is ScheduleKind.constant or config.decay_steps is None:
-        return config.lr
-    peak = max(config.warmup_steps, 1)
-    progress = min(1.0, (step - peak) / max(1, config.decay_steps - peak))
-    remaining = 1.0 - progress
-    if config.schedule is ScheduleKind.cosine:
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.min_lr + (config.lr - config.min_lr) * remaining
+from megappo.train.schedule import learning_rate_at
+from megappo.train.weight_decay import weight_decay_overrides
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,24 +45,26 @@ class ModelOptimizer:
         self._chunks = chunks
         self._megatron: Any = get_megatron_optimizer(  # Any: Megatron's ChainedOptimizer is untyped
             OptimizerConfig(
-                optimizer="adam",
+                optimizer=config.name.value,
                 lr=config.lr,
                 min_lr=config.min_lr,
-                weight_decay=config.weight_decay,
+                # Megatron's rule is weight_decay * wd_mult of the group: here the multiplier is the weight decay.
+                weight_decay=1.0,
                 adam_beta1=config.beta1,
                 adam_beta2=config.beta2,
                 adam_eps=config.eps,
+                sgd_momentum=config.momentum,
                 clip_grad=config.clip_grad,
                 bf16=dtype is Dtype.bfloat16,
                 params_dtype=getattr(torch, dtype.value),
                 use_distributed_optimizer=config.distributed,
+                overlap_param_gather=config.overlap_param_gather,
             ),
             list(chunks),
+            config_overrides=weight_decay_overrides(config, chunks),
         )
-        # Megatron marks the groups but leaves it to its scheduler (optimizer_param_scheduler.py), which we do not use,
-        # to act on the mark: without this line norms and biases would decay too.
-        for group in self._megatron.param_groups:
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        self._weight_decays = [group["wd_mult"] for group in self._megatron.param_groups]
+        self._apply_settings()
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -88,6 +74,8 @@ class ModelOptimizer:
 
     def step(self) -> StepOutcome:
         """Clip the gradient and apply one step, unless the gradient is not finite.
+
+        With `overlap_param_gather` the weights are whole after the next forward pass or `gather_weights`.
 
         Raises:
             NonFiniteError: this was the `max_skipped_steps`-th step in a row that could not be applied.
@@ -108,6 +96,19 @@ class ModelOptimizer:
         self.step_number += 1
         self._skipped_in_a_row = 0
         return StepOutcome(applied=True, grad_norm=grad_norm, learning_rate=rate)
+
+    def gather_weights(self) -> None:
+        """Make the weights of the last step whole on every rank, for readers other than a forward pass."""
+        if self.config.overlap_param_gather:
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def await_weights(self, chunk: DistributedDataParallel) -> None:
+        """Wait, after a chunk's forward pass, for weights that are about to be read outside of any module's forward,
+        where no hook of Megatron waits: that of a fused head."""
+        if self.config.overlap_param_gather:
+            for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                bucket_group.finish_param_sync()
 
     def _skip(self, grad_norm: float) -> None:
         self.skipped_steps += 1
@@ -131,7 +132,7 @@ class ModelOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the model's own weights are loaded apart."""
+        """Continue from `state`; the model's own weights are loaded apart. Settings are the configured ones."""
         self.step_number = state["step_number"]
         self.skipped_steps = state["skipped_steps"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
@@ -145,6 +146,26 @@ class ModelOptimizer:
             with torch.no_grad():
                 for weight, saved_weight in zip(_weights_of(part), saved["main_weights"]):
                     weight.copy_(saved_weight)
+        self._apply_settings()
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of this rank that only the optimizer has: its state and fp32 master weights."""
+        tensors: list[torch.Tensor] = []
+        for part in self._parts():
+            tensors += _weights_of(part)
+            for state in part.optimizer.state.values():
+                tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return tensors
+
+    def _apply_settings(self) -> None:
+        """Give the parameter groups their settings, which torch takes from a loaded state otherwise."""
+        for group, weight_decay in zip(self._megatron.param_groups, self._weight_decays, strict=True):
+            group["wd_mult"] = group["weight_decay"] = weight_decay
+            if "betas" in group:
+                group["betas"] = (self.config.beta1, self.config.beta2)
+                group["eps"] = self.config.eps
+            else:
+                group["momentum"] = self.config.momentum
 
     def _parts(self) -> list[Any]:
         """Return Megatron's optimizers on this rank that own parameters: dense ones, then experts."""

@@ -1,11 +1,14 @@
 """From sequences to the Megatron input of one micro-batch, and back.
 
-Shapes: N packed tokens and B sequences of the batch, T input tokens of the micro-batch, n tokens that it predicts.
+Shapes: N packed tokens and B sequences of the batch, T input tokens of the micro-batch, of which a context-parallel
+rank (one of R) holds T / R, n tokens that the micro-batch predicts, m of them from rows of this rank (n without context
+parallelism).
 
 The logit at input position t - 1 predicts token t, so the last token of a sequence is never an input. Sequences lie
 one behind the other without padding; filler is added only where Megatron wants a certain number of tokens: a multiple
-of the tensor-parallel size under sequence parallelism, the same number for all micro-batches of a pass with virtual
-pipeline stages (which exchange activations of one fixed shape), and at least one.
+of the tensor-parallel size on each rank under sequence parallelism, a multiple of 2 R behind each sequence under
+context parallelism, the same number for all micro-batches of a pass with virtual pipeline stages (which exchange
+activations of one fixed shape), and at least one.
 
 Invariants (asserted by tests/train/test_packing.py):
 1. Filler is never predicted, so it reaches neither a loss nor a result.
@@ -13,15 +16,21 @@ Invariants (asserted by tests/train/test_packing.py):
 3. A sequence of filler is no longer than the longest real one, so it costs no more attention than real tokens would.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from megappo.batch.fields import BatchError
 from megappo.batch.stages import Experience, RolloutBatch
-from megappo.models.attention import PackedSequences, pack_lengths, position_ids
+from megappo.models.attention import PackedSequences, pack_lengths
+from megappo.models.context import WHOLE, ContextShare, held_positions
+from megappo.train.context import TokenSplit, split_tokens
+
+T = TypeVar("T", int, np.ndarray)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -29,27 +38,31 @@ class PackingRules:
     """What Megatron wants of the micro-batches of one pass."""
 
     multiple: int = 1
-    """The number of input tokens of a micro-batch is a multiple of this."""
+    """The number of input tokens that a rank gets of a micro-batch is a multiple of this."""
     equal_counts: bool = False
     """All micro-batches of a pass have the same number of input tokens."""
+    share: ContextShare = WHOLE
+    """Which of the tokens this rank gets."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PackedMicroBatch:
-    """Input of one forward pass, and where its results belong."""
+    """Input of one forward pass on this rank, and where its results belong."""
 
     input_ids: torch.Tensor
-    """[1, T] int64."""
+    """[1, T / R] int64."""
     position_ids: torch.Tensor
-    """[1, T] int64, from 0 in each sequence."""
+    """[1, T / R] int64, from 0 in each sequence."""
     packed_seq_params: PackedSequences
-    """Boundaries of the sequences, filler included."""
+    """Boundaries of the whole sequences, filler included."""
     rows: torch.Tensor
-    """[n] int64 input positions whose logits predict a token that was asked for."""
+    """[m] int64 input positions of this rank whose logits predict a token that was asked for."""
     targets: torch.Tensor
-    """[n] int64 ids of those tokens."""
+    """[m] int64 ids of those tokens."""
+    split: TokenSplit | None
+    """How the n tokens are split over context-parallel ranks; None: they are not, and m is n."""
     token_index: np.ndarray
-    """[n] int64 positions of those tokens in the batch; those of one sequence are contiguous and in order."""
+    """[n] int64 positions of the asked tokens in the batch; those of one sequence are contiguous and in order."""
     sequence_index: np.ndarray
     """[n] int64 position of their sequence in the batch."""
 
@@ -61,8 +74,8 @@ class PackedMicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Input tokens, filler included (T)."""
-        return self.input_ids.shape[1]
+        """Input tokens of all context-parallel ranks, filler included (T)."""
+        return len(self.packed_seq_params.restore)
 
 
 def pack_micro_batches(
@@ -85,50 +98,89 @@ def pack_micro_batches(
     chosen = [_positions_of(batch.sequence_ids, ids) for ids in micro_batches]
     _check_use(batch, np.concatenate(chosen) if chosen else np.empty(0, np.int64), predict)
     input_lengths = np.maximum(batch.lengths - 1, 0)
-    counts = [max(1, int(input_lengths[sequences].sum())) for sequences in chosen]
-    counts = [-(-count // rules.multiple) * rules.multiple for count in counts]
+    padded_lengths = _rounded_up(input_lengths, rules.share.multiple)
+    multiple = math.lcm(rules.share.multiple, rules.multiple * rules.share.size)
+    counts = [_rounded_up(max(1, int(padded_lengths[sequences].sum())), multiple) for sequences in chosen]
     if rules.equal_counts:
         counts = [max(counts)] * len(counts)
-    longest = max((int(input_lengths[sequences].max(initial=1)) for sequences in chosen), default=1)
+    longest = max((int(padded_lengths[sequences].max(initial=rules.share.multiple)) for sequences in chosen), default=1)
     return [
-        _pack(batch, sequences, input_lengths[sequences], predict=predict, count=count, longest=longest, device=device)
+        _pack(
+            batch,
+            sequences,
+            _Lengths(real=input_lengths[sequences], padded=padded_lengths[sequences], count=count, longest=longest),
+            predict=predict,
+            share=rules.share,
+            device=device,
+        )
         for sequences, count in zip(chosen, counts)
     ]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Lengths:
+    """Input tokens of the sequences of one micro-batch."""
+
+    real: np.ndarray
+    padded: np.ndarray
+    """With the filler behind each."""
+    count: int
+    """Of the whole micro-batch, with the sequences of filler."""
+    longest: int
+    """Most tokens of one sequence of filler."""
+
+    def whole(self) -> list[int]:
+        """Return the lengths of all sequences, those of filler last."""
+        filler = self.count - int(self.padded.sum())
+        of_filler = [self.longest] * (filler // self.longest)
+        rest = [filler % self.longest] if filler % self.longest else []
+        return [*self.padded[self.padded > 0].tolist(), *of_filler, *rest]
 
 
 def _pack(
     batch: RolloutBatch | Experience,
     sequences: np.ndarray,
-    lengths: np.ndarray,
+    lengths: _Lengths,
     *,
     predict: np.ndarray,
-    count: int,
-    longest: int,
+    share: ContextShare,
     device: torch.device,
 ) -> PackedMicroBatch:
-    """Pack `sequences` (positions in the batch) with `lengths` input tokens each, and filler up to `count` tokens."""
-    ends = np.cumsum(lengths)
-    num_real = int(ends[-1]) if len(ends) else 0
-    source = np.arange(num_real) + np.repeat(batch.offsets[:-1][sequences] - (ends - lengths), lengths)
-    rows = np.flatnonzero(predict[source + 1])
-    token_index = source[rows] + 1
+    """Pack this rank's share of `sequences` (positions in the batch), and filler up to the wanted count."""
+    within = _ranges(lengths.real)  # of every real token, its position in its sequence
+    source = np.repeat(batch.offsets[:-1][sequences], lengths.real) + within
+    place = np.repeat(np.cumsum(lengths.padded) - lengths.padded, lengths.real) + within
+    asked = np.flatnonzero(predict[source + 1])
+    token_index = source[asked] + 1
+    input_ids = np.zeros(lengths.count, np.int64)
+    input_ids[place] = batch.tokens[source]
 
-    filler = count - num_real
-    filler_lengths = np.full(-(-filler // longest), longest, np.int64)
-    if filler % longest:
-        filler_lengths[-1] = filler % longest
-    all_lengths = [*lengths[lengths > 0].tolist(), *filler_lengths.tolist()]
-    input_ids = np.zeros(count, np.int64)
-    input_ids[:num_real] = batch.tokens[source]
+    whole = lengths.whole()
+    packed = pack_lengths(whole, device=device, share=share)
+    rows, predicted, split = place[asked], token_index, None
+    if share.size > 1:
+        rows, split = split_tokens(rows, whole, share=share, device=device)
+        predicted = token_index[split.own.cpu().numpy()]
     return PackedMicroBatch(
-        input_ids=torch.from_numpy(input_ids).to(device).unsqueeze(0),
-        position_ids=position_ids(all_lengths, device=device),
-        packed_seq_params=pack_lengths(all_lengths, device=device),
+        input_ids=torch.from_numpy(input_ids[held_positions(whole, share).numpy()]).to(device).unsqueeze(0),
+        position_ids=packed.positions.unsqueeze(0),
+        packed_seq_params=packed,
         rows=torch.from_numpy(rows).to(device),
-        targets=torch.from_numpy(batch.tokens[token_index].astype(np.int64)).to(device),
+        targets=torch.from_numpy(batch.tokens[predicted].astype(np.int64)).to(device),
+        split=split,
         token_index=token_index,
-        sequence_index=np.repeat(sequences, lengths)[rows],
+        sequence_index=np.repeat(sequences, lengths.real)[asked],
     )
+
+
+def _rounded_up(number: T, multiple: int) -> T:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
+
+
+def _ranges(lengths: np.ndarray) -> np.ndarray:
+    """Return 0, 1, ... for each length, one behind the other."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _positions_of(sequence_ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray:

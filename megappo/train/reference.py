@@ -1,10 +1,13 @@
-"""The reference policy: a frozen copy of weights that changes places with the trained ones for a forward pass."""
+"""The reference policy: a frozen copy of weights that changes places with the trained ones for a forward pass, or the
+model without its adapters."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+
+from megappo.models.lora import adapted_linears
 
 
 class FrozenWeights:
@@ -33,3 +36,21 @@ class FrozenWeights:
             moving = parameter.detach().clone()
             parameter.copy_(kept)
             kept.copy_(moving)
+
+
+class SwitchedOffAdapters:
+    """The frozen weights of model chunks with adapters; nothing is kept or moved."""
+
+    def __init__(self, chunks: Sequence[MegatronModule]) -> None:
+        self._layers = [layer for chunk in chunks for layer in adapted_linears(chunk)]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run the model without its adapters inside the block; they count again after it."""
+        for layer in self._layers:
+            layer.is_on = False
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.is_on = True

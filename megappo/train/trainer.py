@@ -1,6 +1,6 @@
 """What actor and critic have in common: one Megatron model, its optimizer, and passes over packed micro-batches.
 
-Shapes: T input tokens of a micro-batch, V/tp vocabulary columns of this rank.
+Shapes: T input tokens of a micro-batch, H hidden features.
 
 The loss of an optimizer step is a plain sum over the tokens of all micro-batches of all data-parallel ranks; each
 token brings its own weight. Megatron averages by default: it divides the loss by the number of micro-batches, the
@@ -29,22 +29,26 @@ from megappo.batch.requests import MiniBatch
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
 from megappo.config.model import ModelConfig
 from megappo.config.optim import OptimConfig
-from megappo.config.parallelism import ParallelismConfig
+from megappo.config.run import ActorConfig, CriticConfig
 from megappo.device.backend import Backend
-from megappo.errors import CapabilityError
 from megappo.models.architecture import read_architecture
 from megappo.models.build import Head, build_model
+from megappo.models.context import ContextShare
+from megappo.models.expert_ranks import most_of_expert_ranks
 from megappo.models.load import load_hf_weights
+from megappo.models.precision import fp8_token_multiple
+from megappo.models.random_weights import draw_random_weights
 from megappo.models.save import save_hf_model
 from megappo.observability.metrics import Metrics, maximum, mean, merge
 from megappo.train.checkpoint import CheckpointLayout, load_checkpoint, save_checkpoint
+from megappo.train.offload import TrainerMemory
 from megappo.train.optimizer import ModelOptimizer, StepOutcome
 from megappo.train.packing import PackedMicroBatch, PackingRules, pack_micro_batches
 
 T = TypeVar("T")
 
 LossFunction = Callable[[torch.Tensor, int], tuple[torch.Tensor, Metrics]]
-"""Model output of a micro-batch ([T, V/tp] logits or [T] values) and its number -> loss to sum, metrics to merge."""
+"""Model output of a micro-batch ([T, H] hidden states or [T] values), its number -> loss to sum, metrics to merge."""
 
 
 class ModelTrainer:
@@ -57,59 +61,67 @@ class ModelTrainer:
         role: str,
         path: str,
         model: ModelConfig,
-        parallelism: ParallelismConfig,
-        optim: OptimConfig,
+        training: ActorConfig | CriticConfig,
         head: Head,
         backend: Backend,
+        seed: int,
     ) -> None:
         """Build the model with the weights in the Hugging Face folder `path`, and a fresh optimizer.
 
+        Args:
+            seed: of the first values of adapters.
+
         Raises:
-            CapabilityError: the layout asks for what this trainer or the model cannot do.
+            CapabilityError: the layout asks for what the model cannot do.
         """
-        if parallelism.context > 1:
-            raise CapabilityError(
-                f"{role}.parallelism.context={parallelism.context}: packed training does not split sequences "
-                "(use 1, and tensor parallelism with sequence=true for long ones)"
-            )
         self.role = role
         self._path = path
+        parallelism, optim = training.parallelism, training.optim
         self.parallelism = parallelism
         self.architecture = read_architecture(path)
         chunks = build_model(
             self.architecture,
+            model=model,
             parallelism=parallelism,
-            dtype=model.dtype,
-            layer_spec=model.layer_spec,
             head=head,
             backend=backend,
+            lora=training.lora,
+            seed=seed,
         )
-        load_hf_weights(chunks, self.architecture, path)
+        if model.random_weights:
+            draw_random_weights(chunks)
+        else:
+            load_hf_weights(chunks, self.architecture, path)
         self.chunks = [_wrap(chunk, optim, first=index == 0) for index, chunk in enumerate(chunks)]
+        _let_gradients_overlap(self.chunks, optim)
         self.optimizer = ModelOptimizer(optim, self.chunks, dtype=model.dtype)
+        self.memory = TrainerMemory(training.offload, self.chunks, self.optimizer, backend=backend)
         self.device = next(self.chunks[0].parameters()).device
         self._layout = CheckpointLayout.of(
-            role, self.architecture, parallelism=parallelism, dtype=model.dtype, distributed=optim.distributed
+            role, self.architecture, parallelism=parallelism, dtype=model.dtype, optim=optim, lora=training.lora
         )
         interleaved = parallelism.virtual_pipeline is not None
         self._rules = PackingRules(
-            multiple=parallelism.tensor if parallelism.sequence else 1,
+            multiple=(parallelism.tensor if parallelism.sequence else 1) * fp8_token_multiple(model.fp8),
             # Without virtual stages the stages tell each other the shapes (models/build.py).
             equal_counts=interleaved,
+            share=ContextShare.of_this_rank(),
         )
         # The interleaved schedule runs micro-batches in groups of the number of stages.
         self._micro_batch_multiple = parallelism.pipeline if interleaved else 1
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether results come back on this rank: first tensor rank of the last pipeline stage."""
+        """Whether results come back on this rank: first tensor and context rank of the last pipeline stage."""
         return (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
         )
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into an existing folder."""
+        self.memory.require_all()
         save_checkpoint(folder, self.chunks, self.optimizer, self._layout)
 
     def load(self, folder: str) -> None:
@@ -118,6 +130,7 @@ class ModelTrainer:
         Raises:
             CheckpointError: another architecture or layout, or a file is missing or damaged.
         """
+        self.memory.require_all()
         load_checkpoint(folder, self.chunks, self.optimizer, self._layout)
 
     def save_hf(self, folder: str | Path) -> None:
@@ -126,13 +139,16 @@ class ModelTrainer:
         Raises:
             CheckpointError: on every rank, when one of them cannot write.
         """
+        self.memory.require_params()
         save_hf_model(self.chunks, self._path, folder)
 
     def _pack(
         self, batch: RolloutBatch | Experience, micro_batches: Sequence[Sequence[int]], predict: np.ndarray
     ) -> list[PackedMicroBatch]:
-        """Pack the micro-batches of one pass, with empty ones behind them where the schedule wants a multiple."""
-        missing = -len(micro_batches) % self._micro_batch_multiple
+        """Pack the micro-batches of one pass, with empty ones behind them where the schedule wants a multiple, or where
+        ranks with more micro-batches meet this one in the experts."""
+        count = most_of_expert_ranks(len(micro_batches), self.device)
+        missing = count + -count % self._micro_batch_multiple - len(micro_batches)
         return pack_micro_batches(
             batch, [*micro_batches, *[[]] * missing], predict=predict, rules=self._rules, device=self.device
         )
@@ -175,6 +191,7 @@ class ModelTrainer:
 
     def _run_forward(self, packed: list[PackedMicroBatch], read: Callable[[torch.Tensor, int], T]) -> list[T]:
         """Return `read(output, number)` of every micro-batch, in order; an empty list before the last stage."""
+        self.memory.require_params()
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -199,7 +216,7 @@ class ModelTrainer:
     def _schedule(self, packed: list[PackedMicroBatch], function: Callable[..., Any], *, forward_only: bool) -> Any:
         """Run Megatron's schedule; returns what it collected from `function`."""
 
-        def forward_step(micro_batches: Iterator[tuple[int, PackedMicroBatch]], chunk: MegatronModule) -> Any:
+        def forward_step(micro_batches: Iterator[tuple[int, PackedMicroBatch]], chunk: DistributedDataParallel) -> Any:
             index, micro_batch = next(micro_batches)
             output = chunk(
                 micro_batch.input_ids,
@@ -207,6 +224,7 @@ class ModelTrainer:
                 None,
                 packed_seq_params=micro_batch.packed_seq_params,
             )
+            self.optimizer.await_weights(chunk)
             return output, lambda output, **options: function(output.squeeze(0), index, **options)
 
         iterators = [iter(list(enumerate(packed))) for _ in self.chunks]
@@ -215,7 +233,7 @@ class ModelTrainer:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(self.chunks),
             num_microbatches=len(packed),
-            seq_length=packed[0].num_tokens,
+            seq_length=packed[0].num_tokens,  # of all context-parallel ranks: schedules.py:1020,1963 divides by them
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -223,6 +241,7 @@ class ModelTrainer:
 
     def _optimize(self, steps: Sequence[tuple[list[PackedMicroBatch], LossFunction]], *, epochs: int) -> Metrics:
         """Take one optimizer step per entry of `steps`, in order, `epochs` times over. See `_step_metrics`."""
+        self.memory.require_all()
         parts: list[Metrics] = []
         losses: list[float] = []
         outcomes: list[StepOutcome] = []
@@ -233,6 +252,7 @@ class ModelTrainer:
                     losses.append(value)
                     parts.append(metrics)
                 outcomes.append(self.optimizer.step())
+        self.optimizer.gather_weights()
         if not self.is_output_rank:
             return {}
         return merge([*parts, self._step_metrics(losses, outcomes)])
@@ -273,8 +293,22 @@ def token_weights(batch: Experience, mini_batch: MiniBatch, micro_batch: PackedM
 def _wrap(chunk: MegatronModule, optim: OptimConfig, *, first: bool) -> DistributedDataParallel:
     config = get_model_config(chunk)
     _sum_instead_of_average(config)
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=optim.distributed)
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=optim.distributed,
+        overlap_grad_reduce=optim.overlap_grad_reduce,
+        overlap_param_gather=optim.overlap_param_gather,
+        bucket_size=optim.overlap_bucket_params,
+    )
     return DistributedDataParallel(config, options, chunk, disable_bucketing=not first)
+
+
+def _let_gradients_overlap(chunks: Sequence[DistributedDataParallel], optim: OptimConfig) -> None:
+    """Tell the schedules which micro-batches only add to the gradient: without this (schedules.py:588) every one of
+    them would sum it over the data-parallel ranks."""
+    if optim.overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in chunks]
+        get_model_config(chunks[0]).no_sync_func = functions if len(functions) > 1 else functions[0]  # type: ignore[assignment]
 
 
 def _sum_instead_of_average(config: Any) -> None:

@@ -91,17 +91,6 @@ def test_a_layout_that_leaves_devices_over_is_refused(config: RunConfig) -> None
     assert message.startswith("actor.parallelism=2 (tensor 2 * pipeline 1 * context 1) must divide the 3 devices")
 
 
-def test_what_is_not_built_is_refused_before_a_worker_starts(config: RunConfig) -> None:
-    config.cluster.pools = {"main": 8}
-    config.actor.parallelism.context = 2
-    config.actor.parallelism.expert = 4
-    assert messages(config) == [
-        "actor.parallelism.context=2 must be 1: packed sequences are not split over ranks "
-        "(use actor.parallelism.tensor with sequence=true for long sequences)",
-        "actor.parallelism.expert=4 must be 1: no family with experts can be trained (remove it)",
-    ]
-
-
 def test_engines_on_the_gpus_of_the_trainer_cannot_get_weights_by_broadcast(config: RunConfig) -> None:
     config.cluster.device = DeviceKind.cuda
     (violation,) = check_config(config)
@@ -191,6 +180,7 @@ def test_all_violations_come_in_one_report(config: RunConfig) -> None:
         "actor.parallelism",
         "actor.parallelism.tensor",
         "actor.parallelism.tensor",
+        "actor.parallelism.tensor",
         "batching.mini_batch_prompts",
         "rollout.sampling.temperature",
         "trainer.save_freq",
@@ -231,7 +221,8 @@ def test_the_sizes_of_a_model_folder_are_held_against_the_layout(config: RunConf
     config.actor.parallelism.pipeline = 2
     assert [str(violation) for violation in check_files(config)] == [
         "actor.parallelism.tensor=2 must divide model.num_key_value_heads=3 (use 1 or 3)",
-        "actor.parallelism.pipeline=2 must divide model.num_hidden_layers=5 (use 1 or 5)",
+        "actor.parallelism.pipeline=2 must divide model.num_hidden_layers=5 "
+        "(use 1 or 5, or give first_stage_layers or last_stage_layers)",
         "data.max_prompt_tokens=64 plus 8 new tokens is more than model.max_position_embeddings=70 (use at most 62)",
     ]
 

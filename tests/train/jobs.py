@@ -20,9 +20,11 @@ from megappo.config.run import RunConfig
 from megappo.device.backend import CPU
 from megappo.errors import CheckpointError, NonFiniteError
 from megappo.models.export import export_hf_state
+from megappo.models.parameters import unwrap
 from megappo.observability.metrics import values
 from megappo.train.actor import ActorTrainer
 from megappo.train.critic import CriticTrainer
+from megappo.train.fused_head import HeadOptions
 from megappo.train.log_probs import compute_token_statistics, vocab_shard
 from megappo.train.trainer import ModelTrainer
 from tests.train import plain
@@ -42,6 +44,9 @@ class RankResult:
     """Of this stage after clipping, under Hugging Face names."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of this stage after the step, under Hugging Face names."""
+    tensor_rank: int = 0
+    embeddings: list[torch.Tensor] = field(default_factory=list)
+    """This rank's copies of a tied embedding after the step: as an input, and as the output weight."""
 
 
 def run_config(folder: str, parallelism: ParallelismConfig, optim: OptimConfig) -> RunConfig:
@@ -87,8 +92,17 @@ def train_once(
         numbers=numbers,
         metrics={name: (stat.total, stat.count) for name, stat in metrics.items()},
         weights=weights_now(trainer),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        embeddings=tied_embeddings(trainer),
         gradients={} if optim.distributed else gradients_now(trainer),
     )
+
+
+def tied_embeddings(trainer: ModelTrainer) -> list[torch.Tensor]:
+    """Copies of the embedding where it is tied, one per chunk that uses it."""
+    models = [unwrap(chunk) for chunk in trainer.chunks]
+    used = [model.shared_embedding_or_output_weight() for model in models if model.share_embeddings_and_output_weights]
+    return [weight.detach().clone() for weight in used if weight is not None]
 
 
 def weights_now(trainer: ModelTrainer) -> dict[str, torch.Tensor]:
@@ -111,9 +125,11 @@ def whole_request(**options: Any) -> UpdateRequest:
     return replace(request, mini_batches=request.mini_batches * 2, **options)
 
 
-def spoil_steps(folder: str, layout: ParallelismConfig, optim: OptimConfig) -> dict[str, Any]:
+def spoil_steps(folder: str, layout: ParallelismConfig, optim: OptimConfig, dtype: Dtype) -> dict[str, Any]:
     """A good step, one with an infinite advantage on the last data rank, a good one, then bad ones to the end."""
-    trainer = ActorTrainer(run_config(folder, layout, optim), backend=CPU)
+    config = run_config(folder, layout, optim)
+    config.model.dtype = dtype
+    trainer = ActorTrainer(config, backend=CPU)
     good, bad = make_experience(), make_experience()
     if parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1:
         bad.advantages[np.flatnonzero(bad.loss_mask)[0]] = np.inf
@@ -146,7 +162,7 @@ def complete_state(trainer: ModelTrainer) -> list[torch.Tensor]:
     for part in state["parts"]:
         tensors += part["main_weights"]
         for entry in part["optimizer"]["state"].values():
-            tensors += [entry[name] for name in sorted(entry)]
+            tensors += [entry[name] for name in sorted(entry) if entry[name] is not None]
     return [tensor.detach().clone() for tensor in tensors]
 
 
@@ -307,34 +323,42 @@ def starting_values(folder: str) -> np.ndarray:
 
 
 def shard_statistics(vocab_size: int, temperature: float) -> list[torch.Tensor]:
-    """Log-probs, entropy, sum of squares and the gradient of this rank's columns, padded to equal shares."""
-    logits, rows, tokens, weights, bonus = statistics_case(vocab_size)
+    """Log-probs, entropy, sum of squares, the gradient of the hidden states summed over the ranks, and that of this
+    rank's rows of the output weight, which is padded to equal shares."""
+    hidden, weight, rows, tokens, weights, bonus = statistics_case(vocab_size)
     group: Any = parallel_state.get_tensor_model_parallel_group()  # Any: Megatron types it as a number, too
     columns = -(-vocab_size // group.size())
-    padded = torch.nn.functional.pad(logits, (0, columns * group.size() - vocab_size), value=9.0)
-    own = padded[:, group.rank() * columns :][:, :columns].clone().requires_grad_()
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, columns * group.size() - vocab_size), value=9.0)
+    own = padded[group.rank() * columns :][:columns].clone().requires_grad_()
+    hidden.requires_grad_()
     statistics = compute_token_statistics(
+        hidden,
         own,
         rows,
         tokens,
-        shard=vocab_shard(vocab_size, columns, group),
-        temperature=temperature,
-        with_entropy=True,
-        with_sum_squared_probs=True,
+        HeadOptions(
+            shard=vocab_shard(vocab_size, columns, group),
+            temperature=temperature,
+            with_entropy=True,
+            with_sum_squared_probs=True,
+        ),
     )
     assert statistics.entropy is not None and statistics.sum_squared_probs is not None
     (statistics.log_probs @ weights + statistics.entropy @ bonus).backward()
-    assert own.grad is not None
-    return [statistics.log_probs.detach(), statistics.entropy.detach(), statistics.sum_squared_probs, own.grad]
+    assert hidden.grad is not None and own.grad is not None
+    dist.all_reduce(hidden.grad, group=group)
+    results = (statistics.log_probs, statistics.entropy, statistics.sum_squared_probs, hidden.grad, own.grad)
+    return [result.detach() for result in results]
 
 
 def statistics_case(vocab_size: int) -> tuple[torch.Tensor, ...]:
-    """Logits [11, V], rows [5], tokens [5], and the weights [5] of log-probs and entropies in a loss."""
+    """Hidden states [11, 8], weight [V, 8], rows [5], tokens [5], weights [5] of log-probs and entropies in a loss."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(11, vocab_size, generator=generator) * 3
+    hidden = torch.randn(11, 8, generator=generator)
+    weight = torch.randn(vocab_size, 8, generator=generator)
     tokens = torch.tensor([0, vocab_size - 1, vocab_size // 2, 1, vocab_size // 2 - 1])
     weights, bonus = torch.randn(2, 5, generator=generator)
-    return logits, torch.tensor([7, 0, 3, 10, 4]), tokens, weights, bonus
+    return hidden, weight, torch.tensor([7, 0, 3, 10, 4]), tokens, weights, bonus
 
 
 def scattered(results: list[RankResult], sequence_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:

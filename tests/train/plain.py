@@ -6,9 +6,11 @@ Shapes: L tokens of one sequence.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, Qwen2ForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from megappo.batch.stages import Experience
 from megappo.config.optim import OptimConfig
@@ -66,7 +68,13 @@ def sequences_of(experience: Experience) -> Iterator[Sequence]:
 
 def train_actor(folder: Path, experience: Experience, optim: OptimConfig) -> PlainResult:
     """Log-probs, entropy, and one step of PPO with entropy bonus and KL in the loss."""
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    numbers, entropy, loss = policy_loss(model, experience)
+    return step(model, loss, optim, numbers, entropy)
+
+
+def policy_loss(model: PreTrainedModel, experience: Experience) -> tuple[torch.Tensor, float, torch.Tensor]:
+    """Log-probs [N], mean entropy, and the loss."""
     numbers = torch.zeros(experience.num_tokens)
     losses, entropies = [], []
     for sequence in sequences_of(experience):
@@ -87,12 +95,18 @@ def train_actor(folder: Path, experience: Experience, optim: OptimConfig) -> Pla
         token_loss = surrogate * sequence.fields["correction_weights"][kept]
         token_loss = token_loss + KL_COEF * kl - ENTROPY_COEF * entropy[kept]
         losses.append(sequence.weight * token_loss.sum())
-    return step(model, torch.stack(losses).sum(), optim, numbers, float(torch.cat(entropies).mean()))
+    return numbers, float(torch.cat(entropies).mean()), torch.stack(losses).sum()
 
 
 def train_critic(folder: Path, experience: Experience, optim: OptimConfig) -> PlainResult:
     """Values of the states before the tokens, and one step on the clipped value loss."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    numbers, loss = value_loss(model, experience)
+    return step(model, loss, optim, numbers, 0.0)
+
+
+def value_loss(model: PreTrainedModel, experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [N] and the loss."""
     numbers = torch.zeros(experience.num_tokens)
     losses = []
     for sequence in sequences_of(experience):
@@ -104,7 +118,7 @@ def train_critic(folder: Path, experience: Experience, optim: OptimConfig) -> Pl
         bounded = torch.minimum(torch.maximum(values[kept], old - VALUE_CLIP), old + VALUE_CLIP)
         error = torch.maximum((values[kept] - returns) ** 2, (bounded - returns) ** 2)
         losses.append(sequence.weight * 0.5 * error.sum())
-    return step(model, torch.stack(losses).sum(), optim, numbers, 0.0)
+    return numbers, torch.stack(losses).sum()
 
 
 def step(
@@ -120,6 +134,28 @@ def step(
         {"params": [p for p in named.values() if not decays(p)], "weight_decay": 0.0},
     ]
     gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    assert len(gradients) == len(named)
     torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps).step()
-    weights = {name: p.detach().clone() for name, p in named.items()}
-    return PlainResult(numbers, entropy, loss.item(), float(norm), gradients, weights)
+    weights = saved(model)
+    for name, parameter in named.items():
+        parameter.data = gradients[name]
+    return PlainResult(numbers, entropy, loss.item(), float(norm), saved(model), weights)
+
+
+def saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Its tensors under the names that they have in a model folder (experts are fused in memory)."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def smallest_router_margin(folder: Path, experience: Experience) -> float:
+    """Smallest difference of probability between the last expert that is chosen for a token and the next one."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chosen = model.config.num_experts_per_tok
+    margins = []
+    for sequence in sequences_of(experience):
+        for logits in model(sequence.tokens[None], output_router_logits=True).router_logits:
+            ordered = torch.softmax(logits, -1).sort(-1, descending=True).values
+            margins.append(float((ordered[:, chosen - 1] - ordered[:, chosen]).min()))
+    return min(margins)

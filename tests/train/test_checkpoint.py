@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config.model import Dtype
-from megappo.config.optim import OptimConfig, ScheduleKind
+from megappo.config.optim import OptimConfig, OptimizerName, ScheduleKind
 from megappo.config.parallelism import ParallelismConfig
 from tests.dist_world import DistWorld
 from tests.train.conftest import save_policy
@@ -13,6 +13,18 @@ from tests.train.jobs import load_error, resume, save_new
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, schedule=ScheduleKind.cosine, decay_steps=9)
 DISTRIBUTED = OptimConfig(lr=1e-2, weight_decay=0.1, schedule=ScheduleKind.cosine, decay_steps=9, distributed=True)
+# The steps before the checkpoint are of the warm-up and the stable part, those after it of the decay.
+MOMENTUM = OptimConfig(
+    name=OptimizerName.sgd,
+    lr=1e-2,
+    momentum=0.9,
+    warmup_steps=1,
+    schedule=ScheduleKind.wsd,
+    decay_steps=4,
+    final_decay_steps=2,
+    overlap_grad_reduce=True,
+)
+OVERLAPPED = OptimConfig(lr=1e-2, distributed=True, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
 @pytest.mark.parametrize(
@@ -24,8 +36,21 @@ DISTRIBUTED = OptimConfig(lr=1e-2, weight_decay=0.1, schedule=ScheduleKind.cosin
         (ParallelismConfig(pipeline=2, virtual_pipeline=2), 1, OPTIM, Dtype.float32),
         (ParallelismConfig(), 2, DISTRIBUTED, Dtype.float32),
         (ParallelismConfig(), 2, DISTRIBUTED, Dtype.bfloat16),
+        (ParallelismConfig(), 2, OVERLAPPED, Dtype.float32),
+        (ParallelismConfig(), 2, MOMENTUM, Dtype.float32),
+        pytest.param(ParallelismConfig(context=2), 1, DISTRIBUTED, Dtype.float32, marks=pytest.mark.slow),
     ],
-    ids=["fp32", "bf16", "tensor", "virtual pipeline", "distributed fp32", "distributed bf16"],
+    ids=[
+        "fp32",
+        "bf16",
+        "tensor",
+        "virtual pipeline",
+        "distributed fp32",
+        "distributed bf16",
+        "overlapped",
+        "sgd with momentum",
+        "context, distributed",
+    ],
 )
 def test_training_goes_on_bitwise_after_a_resume(
     world: DistWorld,

@@ -8,6 +8,7 @@ import torch
 
 from megappo.batch.fields import BatchError, offsets_of
 from megappo.batch.stages import RolloutBatch
+from megappo.models.context import ContextShare
 from megappo.train.packing import PackedMicroBatch, PackingRules, pack_micro_batches
 
 CPU = torch.device("cpu")
@@ -27,7 +28,9 @@ def make_batch(prompts: list[int], responses: list[int]) -> RolloutBatch:
     )
 
 
-def pack(batch: RolloutBatch, micro_batches: list[list[int]], **rules: int | bool) -> list[PackedMicroBatch]:
+def pack(
+    batch: RolloutBatch, micro_batches: list[list[int]], **rules: int | bool | ContextShare
+) -> list[PackedMicroBatch]:
     return pack_micro_batches(
         batch,
         micro_batches,
@@ -75,6 +78,31 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(
     assert sorted(seen) == np.flatnonzero(batch.response_mask).tolist()
     if rules.get("equal_counts"):
         assert len({micro_batch.num_tokens for micro_batch in packed}) == 1
+
+
+@pytest.mark.parametrize("micro_batches", [[[10, 20, 30, 40]], [[40], [], [20, 10], [30]]])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("rules", [{}, {"multiple": 4}, {"equal_counts": True}])
+def test_context_ranks_share_the_tokens_and_gather_all_predictions(
+    micro_batches: list[list[int]], size: int, rules: dict[str, int | bool]
+) -> None:
+    batch = make_batch([3, 1, 5, 2], [4, 7, 0, 1])
+    shares = [ContextShare(rank=rank, size=size) for rank in range(size)]
+    for parts in zip(*(pack(batch, micro_batches, share=share, **rules) for share in shares)):
+        assert len({part.num_tokens for part in parts}) == 1
+        width = parts[0].split.width  # type: ignore[union-attr]
+        results = np.zeros(size * width, np.int64)
+        for rank, part in enumerate(parts):
+            assert part.input_ids.shape == part.position_ids.shape == (1, part.num_tokens // size)
+            assert part.input_ids.shape[1] % int(rules.get("multiple", 1)) == 0
+            rows, targets = part.rows.numpy(), part.targets.numpy()
+            assert (part.input_ids[0].numpy()[rows] + 1 == targets).all()  # tokens count up within a sequence
+            assert (part.input_ids[0].numpy()[rows] % 100 - 1 == part.position_ids[0].numpy()[rows]).all()
+            results[rank * width : rank * width + len(targets)] = targets
+        for part in parts:
+            assert part.split is not None
+            assert (results[part.split.order.numpy()] == batch.tokens[part.token_index]).all()
+            assert (batch.tokens[part.token_index][part.split.own.numpy()] == part.targets.numpy()).all()
 
 
 def test_an_empty_micro_batch_is_filler_that_predicts_nothing() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.config.model import Dtype
 from megappo.config.optim import OptimConfig, ScheduleKind
 from megappo.config.parallelism import ParallelismConfig
 from tests.dist_world import DistWorld
@@ -13,25 +14,50 @@ OPTIM = OptimConfig(lr=1e-2, schedule=ScheduleKind.linear, decay_steps=10, max_s
 DISTRIBUTED = OptimConfig(
     lr=1e-2, schedule=ScheduleKind.linear, decay_steps=10, max_skipped_steps=3, distributed=True, clip_grad=0.0
 )
+OVERLAPPED = OptimConfig(
+    lr=1e-2,
+    schedule=ScheduleKind.linear,
+    decay_steps=10,
+    max_skipped_steps=3,
+    distributed=True,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+)
 
 
 @pytest.mark.parametrize(
-    ("layout", "data", "optim"),
+    ("layout", "data", "optim", "dtype"),
     [
-        (ParallelismConfig(), 1, OPTIM),
-        (ParallelismConfig(tensor=2, sequence=True), 1, OPTIM),
-        (ParallelismConfig(pipeline=2), 1, OPTIM),
-        (ParallelismConfig(), 2, OPTIM),
-        (ParallelismConfig(), 2, DISTRIBUTED),
+        (ParallelismConfig(), 1, OPTIM, Dtype.float32),
+        (ParallelismConfig(), 1, OPTIM, Dtype.bfloat16),
+        (ParallelismConfig(tensor=2, sequence=True), 1, OPTIM, Dtype.float32),
+        (ParallelismConfig(pipeline=2), 1, OPTIM, Dtype.float32),
+        (ParallelismConfig(), 2, OPTIM, Dtype.float32),
+        (ParallelismConfig(), 2, DISTRIBUTED, Dtype.float32),
+        (ParallelismConfig(tensor=2), 2, OVERLAPPED, Dtype.bfloat16),
     ],
-    ids=["one process", "tensor", "pipeline", "data", "distributed optimizer"],
+    ids=[
+        "one process",
+        "bf16",
+        "tensor",
+        "pipeline",
+        "data",
+        "distributed optimizer",
+        "tensor, data, bf16, overlapped",
+    ],
 )
 def test_a_non_finite_gradient_on_one_rank_leaves_all_ranks_as_they_were(
-    world: DistWorld, policy_folder: Path, layout: ParallelismConfig, data: int, optim: OptimConfig
+    world: DistWorld, policy_folder: Path, layout: ParallelismConfig, data: int, optim: OptimConfig, dtype: Dtype
 ) -> None:
     size = layout.model_size * data
     results = world.run(
-        spoil_steps, world_size=size, parallelism=layout, folder=str(policy_folder), layout=layout, optim=optim
+        spoil_steps,
+        world_size=size,
+        parallelism=layout,
+        folder=str(policy_folder),
+        layout=layout,
+        optim=optim,
+        dtype=dtype,
     )
     for result in results:
         assert result["untouched"]

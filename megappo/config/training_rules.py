@@ -1,0 +1,207 @@
+"""Rules about how models are trained: optimizer, schedule, precision, recomputation."""
+
+from collections.abc import Iterator
+
+from megappo.config.cluster import DeviceKind
+from megappo.config.layout_rules import needs_critic
+from megappo.config.lora import lora_on_experts, lora_violations
+from megappo.config.memory import RecomputeGranularity, RecomputeMethod
+from megappo.config.model import Dtype, LayerSpec
+from megappo.config.model_shape import ModelShape
+from megappo.config.optim import OptimConfig, OptimizerName, ScheduleKind
+from megappo.config.pipeline_rules import divisors
+from megappo.config.run import RunConfig
+from megappo.errors import Violation
+
+# Not `layernorm`: Megatron recomputes it with Transformer Engine alone (tensor_parallel/random.py:589), whose layers
+# have the norms inside their matrix products.
+_RECOMPUTABLE = ("core_attn", "mlp", "moe")
+
+
+def optimizers(config: RunConfig) -> Iterator[tuple[str, OptimConfig]]:
+    """Yield (section, settings) of every optimizer of this run and of `megappo sft`."""
+    yield "actor", config.actor.optim
+    yield "sft", config.sft.optim
+    if needs_critic(config):
+        yield "critic", config.critic.optim
+
+
+def learning_rate_schedules_are_complete(config: RunConfig) -> list[Violation]:
+    """A falling schedule says when it ends, after its warm-up; the rate does not end above its peak."""
+    violations: list[Violation] = []
+    for section, optim in optimizers(config):
+        falls = optim.schedule is not ScheduleKind.constant
+        if falls and (optim.decay_steps is None or 0 < optim.decay_steps <= optim.warmup_steps):
+            violations.append(
+                Violation(
+                    key=f"{section}.optim.decay_steps",
+                    value=optim.decay_steps,
+                    rule=f"must be given with schedule={optim.schedule.name}, above warmup_steps={optim.warmup_steps}",
+                    remedy="the optimizer step at which min_lr is reached, or schedule=constant",
+                )
+            )
+        violations += _final_decay(section, optim)
+        if optim.min_lr > optim.lr:
+            violations.append(
+                Violation(
+                    key=f"{section}.optim.min_lr",
+                    value=optim.min_lr,
+                    rule=f"must not be above {section}.optim.lr={optim.lr}",
+                    remedy="use 0",
+                )
+            )
+    return violations
+
+
+def _final_decay(section: str, optim: OptimConfig) -> list[Violation]:
+    """The final decay belongs to wsd, and fits between warm-up and end."""
+    key, steps = f"{section}.optim.final_decay_steps", optim.final_decay_steps
+    if optim.schedule is not ScheduleKind.wsd:
+        if steps is None:
+            return []
+        rule, remedy = f"has no use with schedule={optim.schedule.name}", "remove it, or use schedule=wsd"
+        return [Violation(key=key, value=steps, rule=rule, remedy=remedy)]
+    longest = (optim.decay_steps or 0) - optim.warmup_steps
+    if longest <= 0 or (steps is not None and steps <= longest):
+        return []
+    rule = f"must be given with schedule=wsd, at most decay_steps - warmup_steps = {longest}"
+    return [Violation(key=key, value=steps, rule=rule, remedy=f"use {max(1, longest // 10)} for the last tenth")]
+
+
+def optimizer_settings_are_in_range(config: RunConfig) -> list[Violation]:
+    """Betas and momentum are in [0, 1); momentum is SGD's, splitting is Adam's; weight decays are not negative."""
+    violations: list[Violation] = []
+    for section, optim in optimizers(config):
+        for name, value in (("beta1", optim.beta1), ("beta2", optim.beta2), ("momentum", optim.momentum)):
+            if not 0 <= value < 1:
+                key = f"{section}.optim.{name}"
+                violations.append(Violation(key=key, value=value, rule="must be in [0, 1)", remedy="use 0.9 or 0.999"))
+        if optim.momentum and optim.name is not OptimizerName.sgd:
+            violations.append(
+                Violation(
+                    key=f"{section}.optim.momentum",
+                    value=optim.momentum,
+                    rule=f"has no use with name={optim.name.name}",
+                    remedy=f"remove it ({optim.name.name} has beta1), or use name=sgd",
+                )
+            )
+        if optim.distributed and optim.name is not OptimizerName.adam:
+            violations.append(
+                Violation(
+                    key=f"{section}.optim.distributed",
+                    value=True,
+                    rule=f"needs name=adam: Megatron splits no other optimizer (name={optim.name.name})",
+                    remedy="use name=adam, or distributed=false",
+                )
+            )
+        violations += [
+            Violation(
+                key=f"{section}.optim.weight_decay_of[{pattern}]",
+                value=decay,
+                rule="must not be negative",
+                remedy="use 0 for no decay",
+            )
+            for pattern, decay in optim.weight_decay_of.items()
+            if not decay >= 0
+        ]
+    return violations
+
+
+def overlap_has_what_it_needs(config: RunConfig) -> list[Violation]:
+    """Parameters are gathered only by the distributed optimizer, whose buckets exist only with overlapped reduction."""
+    violations: list[Violation] = []
+    for section, optim in optimizers(config):
+        if optim.overlap_param_gather and not (optim.distributed and optim.overlap_grad_reduce):
+            prefix = f"{section}.optim"
+            violations.append(
+                Violation(
+                    key=f"{prefix}.overlap_param_gather",
+                    value=True,
+                    rule=f"needs {prefix}.distributed=true and {prefix}.overlap_grad_reduce=true",
+                    remedy="set both, or leave it false",
+                )
+            )
+    return violations
+
+
+def adapters_have_targets(config: RunConfig) -> list[Violation]:
+    """Adapters lie beside matrices that there are."""
+    violations = list(lora_violations(config.actor.lora, key="actor.lora"))
+    if needs_critic(config):
+        violations += lora_violations(config.critic.lora, key="critic.lora")
+    return violations
+
+
+def adapters_fit_model(config: RunConfig, shape: ModelShape, *, role: str) -> list[Violation]:
+    """Experts take no adapters."""
+    lora = config.actor.lora if role == "actor" else config.critic.lora
+    return lora_on_experts(lora, has_experts=shape.experts is not None, key=f"{role}.lora")
+
+
+def random_models_are_trained_whole(config: RunConfig) -> list[Violation]:
+    """Beside the random weights that `megappo sft` starts from there is nothing for an adapter to add to."""
+    if config.sft.random_model is None or config.actor.lora is None:
+        return []
+    return [
+        Violation(
+            key="actor.lora",
+            value="given",
+            rule="cannot train a model made from nothing (sft.random_model)",
+            remedy="give it to `megappo train` only",
+        )
+    ]
+
+
+def recompute_names_what_it_can(config: RunConfig) -> list[Violation]:
+    """Selective recomputation names modules of the layer; other granularities take no list."""
+    recompute = config.model.recompute
+    key = "model.recompute.modules"
+    if recompute.granularity is not RecomputeGranularity.selective:
+        return []
+    if not recompute.modules:
+        remedy = f"name some of {', '.join(_RECOMPUTABLE)}, or use granularity=none"
+        return [Violation(key=key, value="[]", rule="must not be empty", remedy=remedy)]
+    unknown = [name for name in recompute.modules if name not in _RECOMPUTABLE]
+    return [
+        Violation(
+            key=key,
+            value=name,
+            rule="is no module that can be recomputed alone",
+            remedy=f"use {', '.join(_RECOMPUTABLE)}, or granularity=full",
+        )
+        for name in unknown
+    ]
+
+
+def recompute_fits_layers(config: RunConfig, shape: ModelShape, *, role: str) -> list[Violation]:
+    """Full recomputation counts layers of a stage (uneven stages are looked at where they are built)."""
+    recompute, layout = config.model.recompute, (config.actor if role == "actor" else config.critic).parallelism
+    chunks = layout.pipeline * (layout.virtual_pipeline or 1)
+    if recompute.granularity is not RecomputeGranularity.full or chunks < 1 or recompute.num_layers < 1:
+        return []
+    if shape.num_hidden_layers % chunks or layout.first_stage_layers or layout.last_stage_layers:
+        return []
+    layers = shape.num_hidden_layers // chunks
+    if recompute.method is RecomputeMethod.uniform and layers % recompute.num_layers:
+        rule = f"must divide the {layers} layers of a stage of {role} with method=uniform"
+    elif recompute.num_layers > layers:
+        rule = f"must be at most the {layers} layers of a stage of {role}"
+    else:
+        return []
+    key, remedy = "model.recompute.num_layers", f"use {divisors(layers)}"
+    return [Violation(key=key, value=recompute.num_layers, rule=rule, remedy=remedy)]
+
+
+def fp8_has_what_it_needs(config: RunConfig) -> list[Violation]:
+    """Fp8 is Transformer Engine's: CUDA, its layers, 16-bit parameters. `cluster.device=auto` is settled later."""
+    model = config.model
+    if model.fp8 is None:
+        return []
+    broken: list[tuple[str, str]] = []
+    if config.cluster.device is DeviceKind.cpu:
+        broken.append(("needs a GPU: fp8 matrix products are CUDA kernels", "set model.fp8=null"))
+    if model.layer_spec is LayerSpec.local:
+        broken.append(("needs the layers of Transformer Engine", "set model.layer_spec=auto"))
+    if model.dtype is not Dtype.bfloat16:
+        broken.append((f"needs 16-bit parameters, not model.dtype={model.dtype.name}", "set model.dtype=bfloat16"))
+    return [Violation(key="model.fp8", value=model.fp8.name, rule=rule, remedy=remedy) for rule, remedy in broken]
