@@ -1,10 +1,12 @@
 # `make quickstart` needs python3 >= 3.11, gcc and make. Nothing is installed outside .venv.
 #   PYTHON=python3.12       the Python that makes .venv
+#   PYTHON_NEXT=python3.13  the Python of `make test-mcore-next` (default: python3.12)
 #   TORCH_INDEX_URL=URL     where torch comes from (default: the usual index)
-#   ARGS="seed=1 ..."       more overrides for `make quickstart`
+#   ARGS="..."              more overrides for `make quickstart`, options for `make bench-algorithms`
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
 ARGS ?=
+PYTHON_NEXT ?= python3.12
 BIN := .venv/bin
 START := runs/quickstart-sft/model/config.json
 
@@ -13,10 +15,10 @@ export OMP_NUM_THREADS := 1
 export PYTHON TORCH_INDEX_URL
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install install-dev test test-slow test-oracle lint format docs clean
+.PHONY: help quickstart install install-dev test test-slow test-oracle test-mcore-next test-signatures bench-algorithms bench-log-probs lint format docs clean
 
 help: ## show the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 quickstart: install $(START) ## install, then train the quickstart model with GRPO
 	$(BIN)/megappo train experiment=quickstart $(ARGS)
@@ -46,6 +48,25 @@ test-slow: install-dev ## the tests that take minutes each
 test-oracle: install-dev ## the algorithms against verl's own functions
 	$(BIN)/pip install -q --no-deps --target .oracle -r requirements/oracle.txt
 	PYTHONPATH=.oracle $(BIN)/pytest tests/algo/test_against_verl.py
+
+test-mcore-next: ## the trainers with the megatron-core that Python 3.12 gets (about 6 GB in .venv-mcore-next)
+	VENV=.venv-mcore-next PYTHON=$(PYTHON_NEXT) requirements/install.sh trainer
+	.venv-mcore-next/bin/pytest -m "not slow and not gpu" tests/device tests/models tests/train
+
+# Sources to read, apart and never imported: Transformer Engine without its CUDA half breaks Megatron's imports.
+test-signatures: install-dev ## calls into Transformer Engine against its oldest and newest supported release
+	for version in 2.8.0 2.20.2; do \
+	    $(BIN)/pip install -q --no-deps --no-compile --upgrade --target .gpu-sources/$$version transformer-engine==$$version || exit 1; \
+	done
+	$(BIN)/pytest tests/device/test_gpu_signatures.py
+
+bench-algorithms: install ## algorithms and balancing side by side with verl (ARGS="--case gae --rounds 9 --quick")
+	$(BIN)/pip install -q --no-deps --target .oracle -r requirements/oracle.txt
+	PYTHONPATH=.oracle $(BIN)/python -m benchmarks.algorithms $(ARGS)
+
+bench-log-probs: install ## log-probs and entropy side by side with verl: time and peak memory (needs 3 GB)
+	$(BIN)/pip install -q --no-deps --target .oracle -r requirements/oracle.txt
+	PYTHONPATH=.oracle $(BIN)/python -m benchmarks.log_probs $(ARGS)
 
 format: install-dev ## format the code
 	$(BIN)/ruff check --fix .

@@ -2,7 +2,8 @@
 
 A tiny Qwen2 model takes one actor update (log-probs, loss, gradient, optimizer step, export) on the CPU with gloo and
 on the GPU with NCCL, each in a process of its own; the results must agree. Then bfloat16 and, where it is installed,
-Transformer Engine are held against it, and one update of a model of 0.5 billion parameters is timed.
+Transformer Engine are held against it, and one update of a model of 0.5 billion parameters is timed (seconds, TFLOP/s,
+MFU where the device's peak is known).
 
 Exit codes: 0 all checks pass, 1 one fails, 3 there is no GPU.
 """
@@ -117,7 +118,7 @@ def build_report(folder: Path) -> dict[str, Any]:  # Any: a JSON object
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "checks": [asdict(check) | {"passed": check.passed} for check in checks],
-        "half_billion_update": {name: speed[name] for name in ("tokens", "seconds", "peak_bytes")},
+        "half_billion_update": {name: speed[name] for name in ("tokens", "seconds", "tflops", "mfu", "peak_bytes")},
     }
 
 
@@ -193,8 +194,20 @@ def run_update(run: Run, folder: Path) -> dict[str, Any]:  # Any: tensors and nu
         "export_errors": wrong,
         "tokens": batch.num_tokens,
         "seconds": seconds,
+        **speed_of(batch, seconds, folder, dtype=run.dtype, device_name=backend.device_name()),
         "peak_bytes": torch.cuda.max_memory_allocated() if backend.kind == "cuda" else 0,
     }
+
+
+def speed_of(batch: Any, seconds: float, folder: Path, *, dtype: str, device_name: str) -> dict[str, float | None]:
+    """Return the useful TFLOP/s of an update and its share of the device's peak (None: not known)."""
+    from megappo.observability.device_peaks import MatmulFormat, peak_flops
+    from megappo.observability.flops import model_flops, pass_size
+
+    size = pass_size(batch.lengths, predictions=int(batch.response_mask.sum()))
+    rate = model_flops(json.loads((folder / "config.json").read_text())).training(size) / seconds
+    peak = peak_flops(device_name, MatmulFormat(dtype))
+    return {"tflops": rate / 1e12, "mfu": None if peak is None else rate / peak}
 
 
 def make_trainer(run: Run, folder: Path) -> tuple[Any, Any]:

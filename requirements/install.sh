@@ -2,19 +2,20 @@
 # Makes .venv and installs the tested CPU set into it, step by step. A step that is done is not done again unless its
 # requirements file, a file before it, or the Python version changes.
 #
-# usage: requirements/install.sh [dev]     (dev: test tools, too)
-# environment: PYTHON (default python3), TORCH_INDEX_URL (index for the torch step only)
+# usage: requirements/install.sh [dev | trainer]     (dev: test tools, too; trainer: test tools, and no engine)
+# environment: PYTHON (default python3), TORCH_INDEX_URL (index for the torch step only), VENV (default .venv)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
-venv=.venv
+venv=${VENV:-.venv}
 log=$venv/install.log
 stamps=$venv/installed
 steps=(torch cpu sglang-cpu sglang-cpu-nodeps megappo)
-if [ "${1:-}" = dev ]; then
-    steps+=(dev)
-fi
+case ${1:-} in
+    dev) steps+=(dev) ;;
+    trainer) steps=(torch cpu megappo dev) ;;
+esac
 
 fail() {
     printf 'install: %s\n' "$@" >&2

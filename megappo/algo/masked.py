@@ -89,8 +89,8 @@ def sequence_runs(offsets: np.ndarray, most: int = RUN_TOKENS) -> Iterator[tuple
     """
     first, num_sequences = 0, len(offsets) - 1
     while first < num_sequences:
-        fitting = int(np.searchsorted(offsets, offsets[first] + most, side="right")) - 1
-        last = max(fitting, first + 1)
+        fitting = np.searchsorted(offsets, int(offsets[first]) + most, side="right")
+        last = max(int(fitting) - 1, first + 1)
         yield first, last
         first = last
     if not num_sequences:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megappo.algo.errors import AlgorithmInputError
-from megappo.algo.kl import compute_kl, k3_is_capped
+from megappo.algo.kl import K3_LIMIT, compute_kl
 from megappo.algo.masked import MaskedTokens, compact, sequence_runs
 from megappo.batch.stages import RolloutBatch, TokenField
 from megappo.config.algorithm import AlgorithmConfig, OverlongConfig
@@ -135,8 +135,7 @@ def penalize(
     per_sequence = tokens.means(kl)
     counts["kl/in_reward/mean"] = metrics.mean(per_sequence[lengths > 0].sum(), (lengths > 0).sum())
     if estimator.startswith("k3"):
-        capped = k3_is_capped(torch.as_tensor(difference)).sum().item()
-        counts["kl/capped_fraction"] = metrics.mean(capped, len(difference))
+        counts["kl/capped_fraction"] = metrics.mean(float((kl >= K3_LIMIT).sum()), len(difference))
     return rewards - kl_coef * kl, per_sequence, counts
 
 

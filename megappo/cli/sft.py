@@ -8,8 +8,10 @@ from pathlib import Path
 
 from megappo.cluster.session import Session
 from megappo.config.algorithm import AlgorithmConfig, PolicyLossConfig
+from megappo.config.cluster import DeviceKind
 from megappo.config.model import RandomModelConfig
 from megappo.config.run import RunConfig
+from megappo.config.training_rules import fp8_has_what_it_needs
 from megappo.controller.sft import SftStep, run_sft
 from megappo.data.prompts import load_prompts
 from megappo.data.sources import read_rows
@@ -17,6 +19,7 @@ from megappo.data.supervised import supervised_pairs
 from megappo.data.tokenizer import character_tokenizer, load_tokenizer
 from megappo.data.types import Row
 from megappo.device.backend import resolve_backend
+from megappo.errors import ConfigError
 from megappo.models.random_model import make_random_model
 from megappo.observability.console import RunConsole
 from megappo.observability.tracker import JsonlTracker
@@ -28,6 +31,9 @@ _LINE_EVERY = 20
 def sft(config: RunConfig) -> int:
     """Run the supervised training; returns 0. Raises MegappoError when it cannot be done."""
     backend = resolve_backend(config.cluster.device)
+    config = replace(config, cluster=replace(config.cluster, device=DeviceKind(backend.kind)))
+    if violations := fp8_has_what_it_needs(config):
+        raise ConfigError(violations)
     output = Path(config.sft.output)
     (output / "logs").mkdir(parents=True, exist_ok=True)
     with RunConsole() as console:

@@ -6,21 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megappo.algo.advantages import needs_values
 from megappo.algo.kl import KLCoefficient
 from megappo.balance.workload import workload_of_model
 from megappo.cli.run_data import RunData, make_data
 from megappo.cli.run_observer import RunObserver
+from megappo.cluster.groups import ActorGroup, CriticGroup
 from megappo.cluster.session import Session
-from megappo.config.capability_rules import broadcast_needs_devices_of_its_own
 from megappo.config.cluster import DeviceKind
-from megappo.config.rules import start_up_notes
+from megappo.config.layout_rules import roles
+from megappo.config.rules import check_device, start_up_notes
 from megappo.config.run import RunConfig
 from megappo.config.store import resolved_yaml
 from megappo.controller.evaluate import evaluate
 from megappo.controller.loop import PPOController
 from megappo.controller.step import Components
+from megappo.controller.throughput import ModelThroughput, StepThroughput, make_throughput
 from megappo.data.types import Prompt
 from megappo.device.backend import Backend, resolve_backend
 from megappo.errors import ConfigError, MegappoError
@@ -80,7 +83,7 @@ def settle(config: RunConfig, backend: Backend) -> RunConfig:
         critic=replace(config.critic, path=_absolute(config.critic.path)),
         reward=replace(config.reward, model_path=_absolute(config.reward.model_path)),
     )
-    if violations := broadcast_needs_devices_of_its_own(settled):
+    if violations := check_device(settled):
         raise ConfigError(violations)
     return settled
 
@@ -109,7 +112,8 @@ def _run(  # the composition root names every part
             critic=session.critic,
             weight_sync=session.weight_sync,
             kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
-            workload=workload_of_model(json.loads((Path(config.model.path) / "config.json").read_text())),
+            workload=workload_of_model(_model_json(config.model.path)),
+            throughput=_throughput(config, session),
         )
         controller = PPOController(
             parts, validation=data.validation, checkpoint_dir=directory.checkpoints.resolve(), observer=observer
@@ -120,6 +124,31 @@ def _run(  # the composition root names every part
         controller.fit()
         console.answers(compare_answers(before, answers(parts, shown)))
         console.phase("stopping engines and workers")
+
+
+def _throughput(config: RunConfig, session: Session) -> StepThroughput:
+    """Ask the training workers for their devices."""
+    pools = config.cluster.pools
+
+    def of(role: str, group: ActorGroup | CriticGroup, path: str) -> ModelThroughput:
+        return make_throughput(
+            config,
+            role=role,
+            model=_model_json(path),
+            num_devices=group.layout.world_size,
+            device_name=group.device_name(),
+        )
+
+    critic = session.critic
+    return StepThroughput(
+        actor=of("actor", session.actor, config.model.path),
+        critic=None if critic is None else of("critic", critic, config.critic.path or config.model.path),
+        num_devices=sum(pools[pool] for pool in {getattr(config.cluster, role) for role in roles(config)}),
+    )
+
+
+def _model_json(path: str) -> dict[str, Any]:  # Any: what JSON holds
+    return json.loads((Path(path) / "config.json").read_text())
 
 
 def make_trackers(config: RunConfig, directory: RunDirectory, console: RunConsole) -> list[Tracker]:

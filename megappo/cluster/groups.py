@@ -48,6 +48,7 @@ class TrainingGroup:
     ) -> None:
         self.layout = layout_of(parallelism, len(slots))
         self.role = role
+        self._offload = config.actor.offload if role == "actor" else config.critic.offload
         self._start_timeout_s = config.cluster.start_timeout_s
         self._timeout_s = config.cluster.call_timeout_s
         self._log_paths = [log_dir / f"{role}-{rank}.log" for rank in range(len(slots))]
@@ -78,6 +79,11 @@ class TrainingGroup:
         """Run one method with the same arguments on every rank and wait."""
         return gather(self.calls(method, *args, **kwargs), phase=method, timeout_s=self._timeout_s)
 
+    def device_name(self) -> str | None:
+        """Return what the devices of all ranks are called; None when they differ."""
+        names = set(self.run("device_name"))
+        return names.pop() if len(names) == 1 else None
+
     def data_rank(self, rank: int) -> int:
         """Return the data-parallel rank of a global rank (Megatron's order: tensor, context, data, pipeline)."""
         inner = self.layout.tensor * self.layout.context
@@ -87,12 +93,6 @@ class TrainingGroup:
         """Return the global rank that returns the results of a data-parallel rank."""
         inner = self.layout.tensor * self.layout.context
         return inner * (data_rank + self.layout.data * (self.layout.pipeline - 1))
-
-    def stage_ranks(self, stage: int) -> list[int]:
-        """Return the global ranks of the first data-parallel replica of a pipeline stage."""
-        inner = self.layout.tensor * self.layout.context
-        first = inner * self.layout.data * stage
-        return list(range(first, first + inner))
 
     def per_data_rank(self, items: Sequence[Any], data_rank: int) -> list[Any]:
         """Return the entries (one per shard) that a data-parallel rank works on."""
@@ -125,6 +125,11 @@ class TrainingGroup:
             calls.append(self.call(rank, "update", self.per_data_rank(experience, data_rank), requests[data_rank]))
         results = gather(calls, phase="update", timeout_s=self._timeout_s)
         return merge(results[self.output_rank(data_rank)] for data_rank in range(self.layout.data))
+
+    def offload(self, *, keep_params: bool = False) -> None:
+        """Move what the role's `offload` section names out of device memory; no call is made when it names nothing."""
+        if self._offload.params or self._offload.grads or self._offload.optimizer:
+            self.run("offload", keep_params=keep_params)
 
     def save(self, folder: str) -> None:
         """Write the role's checkpoint into a folder."""

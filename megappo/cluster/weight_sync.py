@@ -23,12 +23,13 @@ class RayWeightSync:
         self._timeout_s = config.weight_sync.timeout_s
         self._stages: list[StageSource] = []
         self._senders: list[int] = []
-        for rank, (stage, sends, buckets) in enumerate(actor.run("plan_export")):
+        for rank, (stage, takes_part, sends, buckets) in enumerate(actor.run("plan_export")):
+            if takes_part:
+                self._senders.append(rank)
             if sends:
                 group = f"weights-{stage}"
                 self._connect(rank, group, backend)
                 self._stages.append(StageSource(group=group, buckets=buckets))
-                self._senders += actor.stage_ranks(stage)
         self._num_bytes = sum(bucket.num_bytes for stage in self._stages for bucket in stage.buckets)
 
     def _connect(self, rank: int, group: str, backend: str) -> None:

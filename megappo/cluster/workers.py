@@ -1,7 +1,7 @@
 """Training processes: thin shells that fetch their shards, call the trainer and put results into the object store.
 
 Every rank of a group gets the same call. Ranks of one data-parallel rank work on the same shards; only the output
-rank (last pipeline stage, first tensor rank) returns results, the others return None.
+rank (last pipeline stage, first tensor and context rank) returns results, the others return None.
 """
 
 import os
@@ -87,6 +87,14 @@ class TrainingWorker:
         """Return where this process runs."""
         return describe_process()
 
+    def device_name(self) -> str:
+        """Return what this process's device is called."""
+        return self._backend.device_name()
+
+    def peak_memory_bytes(self) -> int:
+        """Return the most device memory that this process has held."""
+        return self._backend.peak_memory_bytes()
+
     def _connect(self, address: str, port: int, parallelism: Any) -> Any:
         """Join the group's world and build its Megatron parallel state; returns the back end."""
         from megappo.device.backend import resolve_backend
@@ -104,6 +112,7 @@ class TrainingWorker:
         )
         self._release_port()
         init_model_parallel(parallelism, seed=self.config.seed, timeout_s=self.config.cluster.call_timeout_s)
+        self._backend = backend
         return backend
 
     def _load(self, call: BatchCall) -> RolloutBatch:
@@ -157,6 +166,10 @@ class CriticWorker(TrainingWorker):
         """Run the update phase on this rank's experience."""
         return self.trainer.update(concat(ray.get(experience)), request)
 
+    def offload(self, *, keep_params: bool) -> None:
+        """Move what `offload` names out of device memory."""
+        self.trainer.memory.release(keep_params=keep_params)
+
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint."""
         self.trainer.save(folder)
@@ -175,7 +188,6 @@ class ActorWorker(TrainingWorker):
 
         backend = self._connect(address, port, self.config.actor.parallelism)
         self.trainer = ActorTrainer(self.config, backend=backend)
-        self._backend = backend
         self._sender: WeightSender | None = None
         self._sum_pi_squared: dict[tuple[int, ...], TokenField] = {}
 
@@ -243,12 +255,12 @@ class ActorWorker(TrainingWorker):
         batch: Experience = concat(ray.get(experience))
         return self.trainer.update(batch, request)
 
-    def plan_export(self) -> tuple[int, bool, list[BucketMeta]]:
-        """Return (pipeline stage, whether this rank is its source, the stage's buckets in order)."""
+    def plan_export(self) -> tuple[int, bool, bool, list[BucketMeta]]:
+        """Return (pipeline stage, whether this rank gathers, whether it is the source, the stage's buckets)."""
         from megappo.models.export import plan_export
 
         plan = plan_export(self.trainer.chunks, self.config.weight_sync.bucket_bytes)
-        return plan.stage, plan.sends, plan.buckets
+        return plan.stage, plan.takes_part, plan.sends, plan.buckets
 
     def join_weight_group(self, group: str, address: str, port: int, world_size: int) -> None:
         """Meet the engines as the source of a weight group."""
@@ -270,7 +282,7 @@ class ActorWorker(TrainingWorker):
         self._release_port()
 
     def send_weights(self) -> None:
-        """Send this stage's weights bucket by bucket. All tensor ranks gather; the source sends."""
+        """Send this stage's weights bucket by bucket. All ranks that take part gather; the source sends."""
         buckets = self.trainer.export_buckets(self.config.weight_sync.bucket_bytes)
         if self._sender is not None:
             self._sender.send(buckets)
@@ -281,6 +293,10 @@ class ActorWorker(TrainingWorker):
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (all ranks take part)."""
         self.trainer.save_hf(folder)
+
+    def offload(self, *, keep_params: bool) -> None:
+        """Move what `offload` names out of device memory."""
+        self.trainer.memory.release(keep_params=keep_params)
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint."""

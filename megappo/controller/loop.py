@@ -8,7 +8,7 @@ from megappo.controller.checkpoints import find_checkpoint, load_checkpoint, sav
 from megappo.controller.evaluate import evaluate
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.state import LoopState
-from megappo.controller.step import Components, StepResult, run_ppo_step
+from megappo.controller.step import Components, StepResult, hand_over, run_ppo_step
 from megappo.data.types import Prompt
 from megappo.observability.metrics import Metrics
 
@@ -68,7 +68,7 @@ class PPOController:
             self.state = load_checkpoint(self.parts, folder)
         self._observer.on_start(self.state.step, folder)
         self._observer.on_phase("handing the weights to the engines")
-        self.parts.weight_sync.push(self.state.step)
+        hand_over(self.parts, self.state.step, asleep=False)
 
     def fit(self) -> LoopState:
         """Run the loop after `prepare`; returns the final state. Raises what a step raises; checkpoints stay."""

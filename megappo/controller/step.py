@@ -32,6 +32,7 @@ from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.sampling import StepRollouts, StepSampler
 from megappo.controller.schedules import StepSchedule, schedule_step
 from megappo.controller.state import LoopState
+from megappo.controller.throughput import StepThroughput
 from megappo.data.sampler import PromptSampler
 from megappo.observability.metrics import Metrics, mean, merge, minimum, total
 from megappo.observability.timing import PhaseTimer
@@ -51,6 +52,7 @@ class Components:
     kl_coefficient: KLCoefficient
     workload: Workload
     """What a sequence costs the actor."""
+    throughput: StepThroughput
     step_sampler: StepSampler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,8 +78,12 @@ def run_ppo_step(parts: Components, state: LoopState, *, save: Callable[[], None
         # 1-2  prompts and rollouts, scored as they finish
         sampled = parts.step_sampler.sample(state, timer)
         metrics = [sampled.metrics]
-        if sampled.train.sequences:
+        learned = bool(sampled.train.sequences)
+        if learned:
             metrics.append(learn(parts, state, sampled, timer))
+        else:
+            # As in `learn`: the engines forget the tokens of groups that were dropped.
+            parts.rollout.pack([], keep=sampled.keep)
         state.step += 1
         # 9  save when due
         if save is not None:
@@ -85,13 +91,13 @@ def run_ppo_step(parts: Components, state: LoopState, *, save: Callable[[], None
                 save()
         # 10  the engines get the new weights
         with timer.phase("weight_sync"):
-            metrics.append(parts.weight_sync.push(state.step))
+            metrics.append(hand_over(parts, state.step, asleep=learned))
     metrics += [timer.metrics(), step_metrics(parts, sampled.train, seconds=timer.seconds("step"))]
     return StepResult(merge(metrics), sampled.train)
 
 
 def learn(parts: Components, state: LoopState, sampled: StepRollouts, timer: PhaseTimer) -> Metrics:
-    """Hops 3-8: schedule, log-probs, values, experience, updates. The engines sleep meanwhile."""
+    """Hops 3-8: schedule, log-probs, values, experience, updates. The engines sleep from the first pass on."""
     config, rollouts = parts.config, sampled.train
     # 3  who computes what
     schedule = schedule_step(
@@ -107,8 +113,15 @@ def learn(parts: Components, state: LoopState, sampled: StepRollouts, timer: Pha
     experience, totals, metrics = make_experience(parts, rollouts, schedule, shards, timer)
     # 7-8  critic, then actor once the critic is warm
     updated = update_models(parts, state, schedule, experience, totals, timer)
-    parts.rollout.wake()
-    return merge([metrics, updated, {"schedule/imbalance": mean(schedule.imbalance(), 1)}])
+    rates = parts.throughput.phases(
+        rollouts.lengths,
+        response_tokens=int(rollouts.response_lengths.sum()),
+        loss_tokens=sum(int(part.loss_tokens.sum()) for part in totals),
+        log_prob_passes=int(needs_old_log_probs(config)) + int(config.algorithm.needs_reference),
+        epochs=config.batching.ppo_epochs,
+        seconds=timer.seconds,
+    )
+    return merge([metrics, updated, rates, {"schedule/imbalance": mean(schedule.imbalance(), 1)}])
 
 
 def needs_old_log_probs(config: RunConfig) -> bool:
@@ -142,6 +155,7 @@ def make_experience(
         if algorithm.needs_reference:
             ref, _ = actor.compute_log_probs(shards, plan, reference=True)
     if critic is not None:
+        actor.offload()
         with timer.phase("values"):
             values, found = critic.compute_values(shards, schedule.plan_pass(critic.layout))
             metrics.append(found)
@@ -217,6 +231,7 @@ def update_models(
                 whitening=None,
             )
             metrics |= parts.critic.update(experience, requests)
+        parts.critic.offload()
     if parts.critic is None or state.step >= config.trainer.critic_warmup:
         with timer.phase("update_actor"):
             whitening = merge_whitening(totals)
@@ -229,6 +244,19 @@ def update_models(
                 selection=select_tokens(parts.actor, experience, whitening, config.algorithm),
             )
             metrics |= parts.actor.update(experience, requests)
+    return metrics
+
+
+def hand_over(parts: Components, version: int, *, asleep: bool) -> Metrics:
+    """Hop 10: wake the engines if they sleep, and give them the actor's weights. Trainers make room for them: what
+    `offload` names leaves the device first, the actor's weights after the hand-over."""
+    if parts.critic is not None:
+        parts.critic.offload()
+    parts.actor.offload(keep_params=True)
+    if asleep:
+        parts.rollout.wake()
+    metrics = parts.weight_sync.push(version)
+    parts.actor.offload()
     return metrics
 
 
@@ -251,6 +279,7 @@ def step_metrics(parts: Components, rollouts: ScoredRollouts, *, seconds: float)
         "rollout/sequences": total(len(rollouts.sequences)),
         "rollout/tokens": total(tokens),
         "perf/tokens_per_s": mean(tokens / seconds, 1),
+        "perf/tokens_per_s_per_device": mean(tokens / seconds / parts.throughput.num_devices, 1),
     }
     if rollouts.sequences:
         metrics["rollout/policy_version/min"] = minimum(min(info.policy_version for info in rollouts.sequences))

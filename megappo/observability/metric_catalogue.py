@@ -133,6 +133,16 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
     ),
     "Throughput and state": _area(
         ("perf/tokens_per_s", "tokens/s", "tokens of the step, prompts included, over its wall time", "-"),
+        ("perf/tokens_per_s_per_device", "tokens/s", "the same, over all devices of the run", "-"),
+        (
+            "perf/tflops_per_device/<phase>",
+            "TFLOP/s",
+            "useful matmul FLOPs of actor_update, critic_update, log_probs or values over its time and devices: valid "
+            "tokens, causal pairs, active experts, predicted rows of the head; nothing that is recomputed",
+            "-",
+        ),
+        ("perf/mfu/<phase>", "0-1", "the same over the device's dense peak; absent where that is not known", "-"),
+        ("perf/hfu/<phase>", "0-1", "the same with recomputed layers; absent where none are", "-"),
         ("perf/weight_sync_bytes_per_s", "bytes/s", "bytes handed over, over the time it took", "-"),
         ("weights/version", "steps", "version of the weights that the engines hold after the step", "-"),
         ("weights/bytes", "bytes", "weights handed to each engine", "-"),

@@ -9,6 +9,8 @@ _NUMBERS = (
     ("entropy", ("actor/entropy/mean",), "{:.3f}"),
     ("length", ("rollout/response_tokens/mean",), "{:.1f}"),
     ("tokens/s", ("perf/tokens_per_s",), "{:,.0f}"),
+    # Of the actor update; known on listed GPUs only.
+    ("MFU", ("perf/mfu/actor_update",), "{:.0%}"),
 )
 """Label, metrics of which the first that is there is shown, format."""
 

@@ -12,15 +12,18 @@ from megappo.algo.kl import KLCoefficient
 from megappo.balance.workload import TOKENS
 from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, KLController, KLInRewardConfig
 from megappo.config.batching import BatchingConfig
+from megappo.config.memory import RecomputeConfig
 from megappo.config.rollout import RolloutConfig, SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.config.trainer import TrainerConfig
 from megappo.controller.loop import PPOController
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.step import Components, StepResult
+from megappo.controller.throughput import ModelThroughput, StepThroughput
 from megappo.data.sampler import PromptSampler
 from megappo.data.types import Prompt
 from megappo.errors import CheckpointError
+from megappo.observability.flops import ModelFlops
 from megappo.observability.metrics import Metrics, values
 from megappo.rewards.types import Reward, Sample
 from tests.fakes.one_process import EOS, FakeActor, FakeCritic, FakeReward, FakeRollout, FakeWeightSync
@@ -29,6 +32,15 @@ VOCAB = 6
 PROMPTS = [
     Prompt(row=row, text=str(row), tokens=[1 + row % 5, 1 + row % 3], answer=None, source="x") for row in range(12)
 ]
+
+BIGRAM = ModelThroughput(
+    flops=ModelFlops(num_layers=1, projections=10, dense=20, experts=0, per_pair=2, per_prediction=7),
+    peak=None,
+    num_devices=2,
+    recompute=RecomputeConfig(),
+    chunks=1,
+)
+THROUGHPUT = StepThroughput(actor=BIGRAM, critic=BIGRAM, num_devices=4)
 
 
 def share_of_threes(sample: Sample) -> Reward:
@@ -87,6 +99,7 @@ def make_controller(
         weight_sync=FakeWeightSync(actor=actor, rollout=rollout),
         kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
         workload=TOKENS,
+        throughput=THROUGHPUT,
     )
     recorder = Recorder()
     controller = PPOController(parts, validation=PROMPTS[:3], checkpoint_dir=tmp_path, observer=recorder)
@@ -127,6 +140,16 @@ def test_a_step_goes_through_its_hops_in_order(tmp_path: Path) -> None:
     controller, _ = run(make_config(grpo(), steps=2), tmp_path)
     hops = ["generate", "pack", "sleep", "wake", "push"]
     assert controller.parts.rollout.calls == ["push", *hops, *hops]  # type: ignore[attr-defined]
+
+
+def test_trainers_leave_the_device_for_engines_and_for_each_other(tmp_path: Path) -> None:
+    config = make_config(AlgorithmConfig(advantage=AdvantageConfig(name="gae")), steps=1)
+    config.batching.ppo_epochs = 2  # so that old log-probs are recomputed
+    controller, _ = run(config, tmp_path)
+    hand_over = ["offload all but weights", "push", "offload"]
+    actor, critic = controller.parts.actor, controller.parts.critic
+    assert actor.phases == [*hand_over, "log-probs", "offload", "update", *hand_over]  # type: ignore[attr-defined]
+    assert critic.phases == ["offload", "values", "update", "offload", "offload"]  # type: ignore[union-attr]
 
 
 def test_every_rollout_carries_the_version_pushed_before_it(tmp_path: Path) -> None:

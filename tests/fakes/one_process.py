@@ -171,6 +171,8 @@ class FakeTrainer:
         self.algorithm = algorithm
         self.lr = lr
         self.updates = 0
+        self.phases: list[str] = []
+        """Passes, updates and offloads, in order."""
         self.saved: list[str] = []
 
     def mine(self, items: Sequence[Any], rank: int) -> list[Any]:
@@ -179,6 +181,7 @@ class FakeTrainer:
 
     def update(self, experience: Sequence[Ref[Experience]], requests: Sequence[UpdateRequest]) -> Metrics:
         self.updates += 1
+        self.phases.append("update")
         batches = [concat(cast(list[Experience], self.mine(experience, rank))) for rank in range(self.layout.data)]
         metrics: list[Metrics] = []
         for _ in range(requests[0].epochs):
@@ -207,6 +210,9 @@ class FakeTrainer:
     def loss(self, part: Experience, weights: torch.Tensor, request: UpdateRequest) -> tuple[torch.Tensor, Metrics]:
         raise NotImplementedError
 
+    def offload(self, *, keep_params: bool = False) -> None:
+        self.phases.append("offload all but weights" if keep_params else "offload")
+
     def save(self, folder: str) -> None:
         self.saved.append(folder)
         torch.save(self.table.detach(), f"{folder}/table.pt")
@@ -230,6 +236,7 @@ class FakeActor(FakeTrainer):
     def compute_log_probs(
         self, shards: Sequence[Shard], plan: Plan, *, reference: bool = False
     ) -> tuple[list[Ref[TokenField]], Metrics]:
+        self.phases.append("log-probs")
         planned = sorted(sequence_id for rank in plan for ids in rank for sequence_id in ids)
         assert planned == sorted(sequence_id for shard in shards for sequence_id in shard.sequence_ids)
         table = self.reference if reference else self.table
@@ -289,6 +296,7 @@ class FakeCritic(FakeTrainer):
     """Value of the last token, from a table [V]."""
 
     def compute_values(self, shards: Sequence[Shard], plan: Plan) -> tuple[list[Ref[TokenField]], Metrics]:
+        self.phases.append("values")
         batches = [open_shard(shard) for shard in shards]
         return [as_ref(per_token_field(batch, self.table[previous_tokens(batch)])) for batch in batches], {}
 
@@ -322,6 +330,7 @@ class FakeWeightSync:
 
     def push(self, version: int) -> Metrics:
         self.rollout.calls.append("push")
+        self.actor.phases.append("push")
         self.rollout.table = self.actor.table.detach().clone()
         self.rollout.version = version
         return {"weights/version": maximum(version)}

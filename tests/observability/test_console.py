@@ -43,6 +43,10 @@ def test_numbers_that_are_absent_are_left_out() -> None:
     assert describe_split({}) == ""
 
 
+def test_utilisation_is_shown_where_it_is_known() -> None:
+    assert describe_step({"perf/tokens_per_s": 2000.0, "perf/mfu/actor_update": 0.413}) == "tokens/s 2,000  MFU 41%"
+
+
 def test_kl_to_the_reference_is_shown_before_kl_to_the_last_policy() -> None:
     assert "KL 0.5" in describe_step({"actor/approx_kl": 0.5})
     assert "KL 0.00031" in describe_step(STEP)

@@ -1,0 +1,1 @@
+"""Measurements: one program per question, side by side with a peer, on a common harness (README.md)."""

@@ -1,0 +1,1 @@
+"""The cases of `benchmarks.algorithms`: workloads, advantages, balancing."""
