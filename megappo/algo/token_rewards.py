@@ -128,14 +128,14 @@ def penalize(
         return rewards, np.full(len(lengths), np.nan), counts
     estimator = algorithm.kl.in_reward.estimator
     kl = compute_kl(torch.as_tensor(difference), estimator).numpy()
+    if estimator.startswith("k3"):
+        counts["kl/capped_fraction"] = metrics.mean(float((kl >= K3_LIMIT).sum()), len(difference))
     finite = np.isfinite(difference)
     if not finite.all():
         # k3 is bounded; an infinite difference must not vanish in the bound.
         kl = np.where(finite, kl, np.nan)
     per_sequence = tokens.means(kl)
     counts["kl/in_reward/mean"] = metrics.mean(per_sequence[lengths > 0].sum(), (lengths > 0).sum())
-    if estimator.startswith("k3"):
-        counts["kl/capped_fraction"] = metrics.mean(float((kl >= K3_LIMIT).sum()), len(difference))
     return rewards - kl_coef * kl, per_sequence, counts
 
 

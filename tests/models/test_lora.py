@@ -148,7 +148,7 @@ def test_layers_of_transformer_engine_get_their_norms_outside() -> None:
     submodules: Any = layer.submodules
     assert submodules.input_layernorm is TENorm and submodules.pre_mlp_layernorm is TENorm
     assert submodules.self_attention.submodules.linear_qkv is TEColumnParallelLinear
-    assert submodules.mlp.submodules.linear_fc1 is TEColumnParallelLinear
+    assert layer_specs._mlp_submodules(submodules).linear_fc1 is TEColumnParallelLinear
     of_experts: Any = get_gpt_layer_local_spec(num_experts=2, normalization="RMSNorm")
     experts = of_experts.submodules.mlp
     layer_specs._separate_norms(of_experts)

@@ -50,8 +50,8 @@ def test_biases_are_fused_like_weights() -> None:
 def test_features_are_fused_in_their_dim_as_rows_are() -> None:
     rows = [torch.randn(8, 3), torch.randn(4, 3), torch.randn(4, 3)]
     for transform, tensors in ((Transform.qkv, rows), (Transform.gate_up, rows[:2]), (Transform.plain, rows[:1])):
-        features = [tensor.t() for tensor in tensors]
-        assert torch.equal(merge(transform, features, num_groups=2, dim=-1).t(), merge(transform, tensors, num_groups=2))
+        fused = merge(transform, [tensor.t() for tensor in tensors], num_groups=2, dim=-1)
+        assert torch.equal(fused.t(), merge(transform, tensors, num_groups=2))
 
 
 def test_gate_and_up_are_cut_each() -> None:
