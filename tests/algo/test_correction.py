@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megappo.algo.correction import compute_kept, compute_weights
-from megappo.algo.diagnostics import MismatchSums, compare_log_probs, merge_mismatch
+from megappo.algo.diagnostics import compare_log_probs, merge_mismatch
 from megappo.config.algorithm import (
     CorrectionLevel,
     CorrectionMode,
@@ -101,7 +101,7 @@ def test_equal_bounds_keep_what_lies_on_them() -> None:
 
 def test_metrics_say_how_far_the_engines_are_apart() -> None:
     rollout, old = np.log([0.5, 0.2]), np.log([0.25, 0.4])
-    found = values(compare_log_probs(rollout, old))
+    found = values(compare_log_probs(rollout, old, None)[0])
     assert found["actor/rollout_log_prob_diff/max"] == pytest.approx(np.log(2))
     assert found["correction/probability_diff/mean"] == pytest.approx(0.225)
     assert found["correction/probability_diff/max"] == pytest.approx(0.25)
@@ -115,7 +115,7 @@ def test_metrics_of_shards_merge_to_those_of_the_whole() -> None:
     rollout = -rng.exponential(size=50)
     old, weights = rollout + 0.2 * rng.normal(size=50), rng.random(50)
     cuts = [slice(0, 7), slice(7, 7), slice(7, 31), slice(31, 50)]
-    found = values(merge_mismatch(MismatchSums.of(rollout[cut], old[cut], weights[cut]) for cut in cuts))
+    found = values(merge_mismatch(compare_log_probs(rollout[cut], old[cut], weights[cut])[1] for cut in cuts))
     assert found["correction/probability_pearson_r"] == pytest.approx(np.corrcoef(np.exp(rollout), np.exp(old))[0, 1])
     assert found["correction/perplexity_ratio"] == pytest.approx(np.exp(-old.mean()) / np.exp(-rollout.mean()))
     assert found["correction/effective_sample_share"] == pytest.approx(
@@ -125,7 +125,7 @@ def test_metrics_of_shards_merge_to_those_of_the_whole() -> None:
 
 def test_metrics_of_nothing_are_absent() -> None:
     empty = np.zeros(0)
-    assert merge_mismatch([MismatchSums.of(empty, empty, None)]) == {}
-    assert values(compare_log_probs(empty, empty)) == {}
-    equal = values(merge_mismatch([MismatchSums.of(np.zeros(3), np.zeros(3), None)]))
+    found, sums = compare_log_probs(empty, empty, None)
+    assert values(found) == {} and merge_mismatch([sums]) == {}
+    equal = values(merge_mismatch([compare_log_probs(np.zeros(3), np.zeros(3), None)[1]]))
     assert equal == {"correction/perplexity_ratio": 1.0}, "no spread, no correlation; no weights, no sample size"

