@@ -166,9 +166,8 @@ def _correct_run(
     known = ~np.isnan(rollout)
     if not known.all():
         rollout, old = rollout[known], old[known]
-    if len(rollout):
-        counts |= compare_log_probs(rollout, old)
-    return kept, weights, counts, MismatchSums.of(rollout, old, weights)
+    found, mismatch = compare_log_probs(rollout, old, weights)
+    return kept, weights, counts | found, mismatch
 
 
 def _reject_and_weigh(

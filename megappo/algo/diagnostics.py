@@ -15,23 +15,6 @@ from megappo.observability import metrics
 from megappo.observability.metrics import Metrics
 
 
-def compare_log_probs(rollout: np.ndarray, old: np.ndarray) -> Metrics:
-    """Compare the rollout engine's log-probs [M] with the training engine's [M]; all means are over response tokens.
-
-    `correction/k3` estimates KL(rollout || old), `correction/chi2` mean((p_old / p_rollout)^2) - 1.
-    """
-    count, d = len(rollout), rollout - old
-    gap, clamped = np.abs(np.exp(rollout) - np.exp(old)), np.clip(d, -EXPONENT_LIMIT, EXPONENT_LIMIT)
-    return {
-        "actor/rollout_log_prob_diff/max": metrics.maximum(np.abs(d).max(initial=0.0), count),
-        "actor/rollout_log_prob_diff/mean": metrics.mean(np.abs(d).sum(), count),
-        "correction/probability_diff/mean": metrics.mean(gap.sum(), count),
-        "correction/probability_diff/max": metrics.maximum(gap.max(initial=0.0), count),
-        "correction/k3": metrics.mean((np.expm1(-clamped) + clamped).sum(), count),
-        "correction/chi2": metrics.mean(np.expm1(-2.0 * clamped).sum(), count),
-    }
-
-
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MismatchSums:
     """Sums over response tokens from which the metrics of the whole batch follow, whatever the sharding."""
@@ -51,25 +34,6 @@ class MismatchSums:
     """Sum of the bounded importance weights."""
     weight_squared: float = 0.0
 
-    @classmethod
-    def of(cls, rollout: np.ndarray, old: np.ndarray, weights: np.ndarray | None) -> "MismatchSums":
-        """Sums of rollout and old log-probs [M] and weights [M]."""
-        if rollout.size == 0:
-            return cls()
-        p, q = np.exp(rollout), np.exp(old)
-        p_deviation, q_deviation = p - p.mean(), q - q.mean()
-        return cls(
-            count=float(p.size),
-            rollout_mean=float(p.mean()),
-            old_mean=float(q.mean()),
-            rollout_m2=float(np.square(p_deviation).sum()),
-            old_m2=float(np.square(q_deviation).sum()),
-            co_moment=float((p_deviation * q_deviation).sum()),
-            log_ratio=float((rollout - old).sum()),
-            weight=0.0 if weights is None else float(weights.sum()),
-            weight_squared=0.0 if weights is None else float(np.square(weights).sum()),
-        )
-
     def merge(self, other: "MismatchSums") -> "MismatchSums":
         """Sums of both samples together (moments as in Chan et al. 1979)."""
         if self.count == 0 or other.count == 0:
@@ -88,6 +52,48 @@ class MismatchSums:
             weight=self.weight + other.weight,
             weight_squared=self.weight_squared + other.weight_squared,
         )
+
+
+def compare_log_probs(rollout: np.ndarray, old: np.ndarray, weights: np.ndarray | None) -> tuple[Metrics, MismatchSums]:
+    """Compare the rollout engine's log-probs [M] with the training engine's [M]; all means are over response tokens.
+
+    `correction/k3` estimates KL(rollout || old), `correction/chi2` mean((p_old / p_rollout)^2) - 1.
+
+    Args:
+        weights: [M] bounded importance weights, for their sums.
+    """
+    count, d = len(rollout), rollout - old
+    rollout_probs, old_probs = np.exp(rollout), np.exp(old)
+    gap = np.abs(rollout_probs - old_probs)
+    clamped = np.clip(d, -EXPONENT_LIMIT, EXPONENT_LIMIT)
+    ratio_less_1 = np.expm1(-clamped)
+    log_ratio, size = d.sum(), np.abs(d, out=d)
+    found: Metrics = {
+        "actor/rollout_log_prob_diff/max": metrics.maximum(size.max(initial=0.0), count),
+        "actor/rollout_log_prob_diff/mean": metrics.mean(size.sum(), count),
+        "correction/probability_diff/mean": metrics.mean(gap.sum(), count),
+        "correction/probability_diff/max": metrics.maximum(gap.max(initial=0.0), count),
+        "correction/k3": metrics.mean((ratio_less_1 + clamped).sum(), count),
+        # ratio^2 - 1 = (ratio - 1)^2 + 2 (ratio - 1), without loss where the ratio is close to 1
+        "correction/chi2": metrics.mean(ratio_less_1 @ ratio_less_1 + 2.0 * ratio_less_1.sum(), count),
+    }
+    if not count:
+        return found, MismatchSums()
+    rollout_mean, old_mean = rollout_probs.mean(), old_probs.mean()
+    # The probabilities become their deviations.
+    rollout_probs -= rollout_mean
+    old_probs -= old_mean
+    return found, MismatchSums(
+        count=float(count),
+        rollout_mean=float(rollout_mean),
+        old_mean=float(old_mean),
+        rollout_m2=float(rollout_probs @ rollout_probs),
+        old_m2=float(old_probs @ old_probs),
+        co_moment=float(rollout_probs @ old_probs),
+        log_ratio=float(log_ratio),
+        weight=0.0 if weights is None else float(weights.sum()),
+        weight_squared=0.0 if weights is None else float(weights @ weights),
+    )
 
 
 def merge_mismatch(parts: Iterable[MismatchSums]) -> Metrics:

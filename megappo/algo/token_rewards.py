@@ -130,13 +130,13 @@ def penalize(
     kl = compute_kl(torch.as_tensor(difference), estimator).numpy()
     if estimator.startswith("k3"):
         counts["kl/capped_fraction"] = metrics.mean(float((kl >= K3_LIMIT).sum()), len(difference))
-    finite = np.isfinite(difference)
-    if not finite.all():
+    if not np.isfinite(difference.sum()):
         # k3 is bounded; an infinite difference must not vanish in the bound.
-        kl = np.where(finite, kl, np.nan)
+        kl = np.where(np.isfinite(difference), kl, np.nan)
     per_sequence = tokens.means(kl)
     counts["kl/in_reward/mean"] = metrics.mean(per_sequence[lengths > 0].sum(), (lengths > 0).sum())
-    return rewards - kl_coef * kl, per_sequence, counts
+    weighted = kl_coef * kl
+    return np.subtract(rewards, weighted, out=weighted), per_sequence, counts
 
 
 def compute_overlong_penalty(lengths: np.ndarray, config: OverlongConfig) -> np.ndarray:
