@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.utils import torch_functional
+from verl.utils.debug.metrics import calculate_debug_metrics
 
 from benchmarks.algorithm_cases.workloads import (
     SAMPLES,
@@ -35,6 +36,7 @@ from megappo.algo.experience import (
     merge_whitening,
 )
 from megappo.algo.masked import sequence_runs, whiten
+from megappo.algo.scan import COMPILED_FROM
 from megappo.batch.fields import PackedBatch
 from megappo.batch.stages import Experience
 from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, KLInRewardConfig
@@ -146,15 +148,25 @@ def make_kl_gae_metrics(quick: bool) -> Case:
 
     return Case(
         key="kl_gae_metrics",
-        question="KL in reward, GAE, whitening and step metrics",
+        question="KL in reward, GAE, whitening and step metrics, engines compared",
         sizes={
             **_describe(responses, step.packed),
             "kl": "k3",
             "packed batch": "tokens, mask, rollout, old and reference log-probs, values, ids and offsets",
             "memory": METHOD,
         },
-        contenders=[Contender(name="verl", run=theirs.run), Contender(name="megappo", run=step.run)],
-        ratios=[Ratio(name="speedup", numerator="verl", denominator="megappo")],
+        contenders=[
+            Contender(name="verl", run=theirs.run_and_compare),
+            Contender(name="verl, engines not compared", run=theirs.run),
+            # Always compares the log-probs of both engines.
+            Contender(name="megappo", run=step.run),
+        ],
+        ratios=[
+            Ratio(name="speedup", numerator="verl", denominator="megappo"),
+            Ratio(
+                name="speedup, verl without comparison", numerator="verl, engines not compared", denominator="megappo"
+            ),
+        ],
         goals=[
             Goal(figure="speedup", at_least=30),
             Goal(figure="extra memory / packed batch", at_most=1),
@@ -230,16 +242,19 @@ def _arrays_of(part: PackedBatch) -> list[np.ndarray]:
 
 def _make_step(num_sequences: int, padded_to: int) -> Callable[[], object]:
     """Return the step of a batch; what happens once per process has happened on a small one."""
-    PackedStep(*_sizes(quick=True)).run()
+    warm_up = PackedStep(512, 512)
+    assert warm_up.batch.num_tokens > COMPILED_FROM
+    warm_up.run()
     return PackedStep(num_sequences, padded_to).run
 
 
 class _PaddedStep:
-    """The peer's side of a step (`apply_kl_penalty`, `compute_advantage`, `compute_data_metrics` of its trainer)."""
+    """The peer's side of a step: what its trainer does in `apply_kl_penalty`, `compute_advantage`,
+    `compute_data_metrics` and, when the engine gives log-probs, `calculate_debug_metrics`."""
 
     def __init__(self, responses: PaddedResponses, log_probs: tuple[Tensor, Tensor, Tensor]) -> None:
         self._responses, self._mask = responses, responses.mask.long()
-        self._old, self._ref, _ = log_probs
+        self._old, self._ref, rollout = log_probs
         prompts = draw_prompt_lengths(len(responses.lengths), LONGEST_PROMPT)
         prompt_mask = torch.arange(LONGEST_PROMPT)[None] >= LONGEST_PROMPT - torch.from_numpy(prompts)[:, None]
         self._data = DataProto.from_single_dict(
@@ -250,8 +265,15 @@ class _PaddedStep:
                 "responses": torch.zeros_like(self._mask),
                 "attention_mask": torch.cat([prompt_mask.long(), self._mask], dim=1),
                 "response_mask": self._mask,
+                "old_log_probs": self._old,
+                "rollout_log_probs": rollout,
             }
         )
+
+    def run_and_compare(self) -> tuple[Tensor, Tensor]:
+        """Return what `run` does; the log-probs of the engine are compared with the trainer's, too."""
+        calculate_debug_metrics(self._data)
+        return self.run()
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Return whitened advantages and returns."""
