@@ -162,10 +162,9 @@ def make_kl_gae_metrics(quick: bool) -> Case:
             Contender(name="megappo", run=step.run),
         ],
         ratios=[
-            Ratio(name="speedup", numerator="verl", denominator="megappo"),
-            Ratio(
-                name="speedup, verl without comparison", numerator="verl, engines not compared", denominator="megappo"
-            ),
+            Ratio(name="speedup, engines compared", numerator="verl", denominator="megappo"),
+            # The goal is held against the peer's shorter way.
+            Ratio(name="speedup", numerator="verl, engines not compared", denominator="megappo"),
         ],
         goals=[
             Goal(figure="speedup", at_least=30),
