@@ -76,17 +76,6 @@ def make_gae(quick: bool) -> Case:
         assert experience.returns is not None
         return _whitened(experience, totals), experience.returns
 
-    def errors(results: Mapping[str, object]) -> dict[str, float]:
-        theirs = [field[responses.mask].numpy() for field in cast("tuple[Tensor, Tensor]", results["verl"])]
-        compiled = [packed.responses_of(field) for field in cast("tuple[np.ndarray, np.ndarray]", results["megappo"])]
-        in_torch = [
-            packed.responses_of(field.numpy()) for field in cast("tuple[Tensor, Tensor]", results["megappo, torch"])
-        ]
-        return {
-            "difference": max(map(_largest_difference, compiled, theirs)),
-            "difference, torch": max(map(_largest_difference, in_torch, theirs)),
-        }
-
     return Case(
         key="gae",
         question="GAE and whitening",
@@ -113,8 +102,21 @@ def make_gae(quick: bool) -> Case:
             Goal(figure="difference", at_most=1e-5),
             Goal(figure="difference, torch", at_most=1e-5),
         ],
-        quantities=errors,
+        quantities=partial(_gae_errors, responses, packed),
     )
+
+
+def _gae_errors(responses: PaddedResponses, packed: PackedResponses, results: Mapping[str, object]) -> dict[str, float]:
+    """Return the largest difference of advantages and returns to the peer's."""
+    theirs = [field[responses.mask].numpy() for field in cast("tuple[Tensor, Tensor]", results["verl"])]
+    compiled = [packed.responses_of(field) for field in cast("tuple[np.ndarray, np.ndarray]", results["megappo"])]
+    in_torch = [
+        packed.responses_of(field.numpy()) for field in cast("tuple[Tensor, Tensor]", results["megappo, torch"])
+    ]
+    return {
+        "difference": max(map(_largest_difference, compiled, theirs)),
+        "difference, torch": max(map(_largest_difference, in_torch, theirs)),
+    }
 
 
 def _gae_in_torch(rewards: Tensor, values: Tensor, mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

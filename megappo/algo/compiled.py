@@ -1,28 +1,21 @@
 """Loops that only a compiler makes fast, by numba. `megappo.algo.scan` chooses between them and their twins in torch
 operations (`megappo.algo.tensor_scan`).
 
-Shapes: N packed tokens, B sequences. Arrays of tokens are float32 or float64, sums run in float64. What is compiled is
-kept beside this file, where that cannot be written in the user's cache (or in NUMBA_CACHE_DIR), and where nothing can
-be written it is compiled in each process.
+Shapes: N packed tokens, B sequences. Arrays of tokens are float32 or float64, sums run in float64.
 """
 
-from collections.abc import Callable
+from functools import partial
 
-import numba  # pyright: ignore[reportMissingTypeStubs]  # it has none
 import numpy as np
+
+from megappo.compilation import compile_loop
 
 _BLOCK = 1024
 """Tokens whose squared deviations are summed around their own mean, in two passes over cached numbers."""
 
 
-def _compile(function: Callable[..., None]) -> Callable[..., None]:
-    # A product and the sum it goes into may be rounded once, and a sum may run in lanes: faster, and not less exact.
-    options = {"fastmath": {"contract", "reassoc", "nsz"}, "nogil": True}
-    try:
-        return numba.njit(cache=True, **options)(function)  # pyright: ignore
-    except RuntimeError:
-        # Raised where no directory can be written that would keep the result.
-        return numba.njit(**options)(function)  # pyright: ignore
+# A product and the sum it goes into may be rounded once, and a sum may run in lanes: faster, and not less exact.
+_compile = partial(compile_loop, fastmath={"contract", "reassoc", "nsz"})
 
 
 @_compile

@@ -6,11 +6,11 @@ Importing this takes about a second (it compiles, or reads what was compiled bef
 search is due. Nothing here may be reordered by the compiler: every machine must find the same plan.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numba  # pyright: ignore[reportMissingTypeStubs]  # it has none
 import numpy as np
+
+from megappo.compilation import compile_loop
 
 CANDIDATES = 32
 """Slots of a part that are tried in one turn: all of a usual part, else evenly spaced ones, others each turn."""
@@ -48,15 +48,7 @@ class Limits(NamedTuple):
     """Parts that a part looks at in one turn."""
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:  # Any: numba keeps no signature
-    try:
-        return numba.njit(cache=True, nogil=True)(function)  # pyright: ignore
-    except RuntimeError:
-        # Raised where no directory can be written that would keep the result.
-        return numba.njit(nogil=True)(function)  # pyright: ignore
-
-
-@_compile
+@compile_loop
 def _put(table: Table, part: int, position: int, tokens: float, cost: float) -> None:
     """Put a sequence into its place in a row; position -1: nothing to put."""
     if position < 0:
@@ -75,7 +67,7 @@ def _put(table: Table, part: int, position: int, tokens: float, cost: float) -> 
     table.cost_loads[part] += cost
 
 
-@_compile
+@compile_loop
 def _take(table: Table, part: int, slot: int) -> tuple[int, float, float]:
     """Take the sequence of a slot out of its row; return position, tokens and cost (-1, 0, 0 of a free slot)."""
     taken = table.positions[part, slot], table.tokens[part, slot], table.costs[part, slot]
@@ -92,7 +84,7 @@ def _take(table: Table, part: int, slot: int) -> tuple[int, float, float]:
     return taken
 
 
-@_compile
+@compile_loop
 def _fill(owners: np.ndarray, tokens: np.ndarray, costs: np.ndarray, order: np.ndarray, num_parts: int) -> Table:
     """Return the table of the given parts, with as many free slots as the largest has sequences and eight more."""
     shape = (num_parts, 2 * np.bincount(owners, minlength=num_parts).max() + 8)
@@ -109,7 +101,7 @@ def _fill(owners: np.ndarray, tokens: np.ndarray, costs: np.ndarray, order: np.n
     return table
 
 
-@_compile
+@compile_loop
 def _best(table: Table, one: int, two: int, cap: float, weight: float, turn: int, limit: float):
     """Return the best exchange of one sequence of part `one` for two of part `two`: (change, slot, slot, slot).
 
@@ -160,7 +152,7 @@ def _best(table: Table, one: int, two: int, cap: float, weight: float, turn: int
     return best
 
 
-@_compile
+@compile_loop
 def _improve(table: Table, part: int, cap: float, weight: float, turn: int, reach: int) -> bool:
     """Make the best exchange of a part with `reach` others, different ones each turn; return whether there was one."""
     num_parts = len(table.sizes)
@@ -184,7 +176,7 @@ def _improve(table: Table, part: int, cap: float, weight: float, turn: int, reac
     return True
 
 
-@_compile
+@compile_loop
 def search(
     owners: np.ndarray,
     tokens: np.ndarray,

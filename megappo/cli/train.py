@@ -1,6 +1,5 @@
 """`megappo train`: builds every object of a run from its configuration, runs the loop, tells what became of it."""
 
-import json
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from megappo.controller.throughput import ModelThroughput, StepThroughput, make_
 from megappo.data.types import Prompt
 from megappo.device.backend import Backend, resolve_backend
 from megappo.errors import ConfigError, MegappoError
+from megappo.models.architecture import read_config
 from megappo.observability.console import AnswerRow, RunConsole
 from megappo.observability.logging import log_to_file
 from megappo.observability.mlflow_tracker import MlflowTracker, open_command, store_uri
@@ -103,6 +103,7 @@ def _run(  # the composition root names every part
     """Start the processes, run the loop and stop them."""
     with Session(config, backend=backend, log_dir=directory.logs, report=console.phase) as session:
         session.start_training()
+        model = read_config(Path(config.model.path))
         parts = Components(
             config=config,
             sampler=data.sampler,
@@ -112,8 +113,8 @@ def _run(  # the composition root names every part
             critic=session.critic,
             weight_sync=session.weight_sync,
             kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
-            workload=workload_of_model(_model_json(config.model.path)),
-            throughput=_throughput(config, session),
+            workload=workload_of_model(model),
+            throughput=_throughput(config, session, model),
         )
         controller = PPOController(
             parts, validation=data.validation, checkpoint_dir=directory.checkpoints.resolve(), observer=observer
@@ -126,29 +127,25 @@ def _run(  # the composition root names every part
         console.phase("stopping engines and workers")
 
 
-def _throughput(config: RunConfig, session: Session) -> StepThroughput:
-    """Ask the training workers for their devices."""
+def _throughput(config: RunConfig, session: Session, policy: Mapping[str, Any]) -> StepThroughput:
+    """Ask the training workers for their devices. `policy`: config.json of the actor's model (Any: what JSON holds)."""
     pools = config.cluster.pools
 
-    def of(role: str, group: ActorGroup | CriticGroup, path: str) -> ModelThroughput:
+    def of(role: str, group: ActorGroup | CriticGroup, model: Mapping[str, Any]) -> ModelThroughput:
         return make_throughput(
             config,
             role=role,
-            model=_model_json(path),
+            model=model,
             num_devices=group.layout.world_size,
             device_name=group.device_name(),
         )
 
-    critic = session.critic
+    critic, path = session.critic, config.critic.path
     return StepThroughput(
-        actor=of("actor", session.actor, config.model.path),
-        critic=None if critic is None else of("critic", critic, config.critic.path or config.model.path),
+        actor=of("actor", session.actor, policy),
+        critic=None if critic is None else of("critic", critic, read_config(Path(path)) if path else policy),
         num_devices=sum(pools[pool] for pool in {getattr(config.cluster, role) for role in roles(config)}),
     )
-
-
-def _model_json(path: str) -> dict[str, Any]:  # Any: what JSON holds
-    return json.loads((Path(path) / "config.json").read_text())
 
 
 def make_trackers(config: RunConfig, directory: RunDirectory, console: RunConsole) -> list[Tracker]:

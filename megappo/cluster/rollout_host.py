@@ -141,14 +141,15 @@ class RolloutHost:
             )
         return sequences, samples
 
-    async def pack(self, shards: list[list[int]], keep: list[int]) -> list[Any]:
-        """Put this engine's part of every shard into the object store (None where it has none); forget all sequences
-        but those to keep."""
+    async def pack(self, shards: list[list[int]], forget: list[int]) -> list[Any]:
+        """Put this engine's part of every shard into the object store (None where it has none); forget those sequences
+        and those to forget."""
         pieces = []
         for wanted in shards:
             mine = [sequence_id for sequence_id in wanted if sequence_id in self._stored]
             pieces.append(ray.put(self._pack(mine)) if mine else None)
-        self._stored = {key: self._stored[key] for key in keep if key in self._stored}
+        for sequence_id in (*forget, *(sequence_id for shard in shards for sequence_id in shard)):
+            self._stored.pop(sequence_id, None)
         return pieces
 
     def _pack(self, sequence_ids: list[int]) -> RolloutBatch:

@@ -123,11 +123,11 @@ class RolloutPool:
         call = Call(ref=None, worker=self._name(index), log_paths=self._log_paths[index])
         return describe_failure(error, call=call, phase="generate")
 
-    def pack(self, shards: Sequence[Sequence[int]], *, keep: Sequence[int] = ()) -> list[Shard]:
-        """Cut sampled sequences into shards; the engines forget all but those to `keep`."""
+    def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
+        """Cut sampled sequences into shards; the engines forget them, and those to `forget`."""
         wanted = [list(shard) for shard in shards]
         per_engine = gather(
-            self.calls("pack", wanted, list(keep)), phase="pack", timeout_s=self._config.rollout.request_timeout_s
+            self.calls("pack", wanted, list(forget)), phase="pack", timeout_s=self._config.rollout.request_timeout_s
         )
         packed = []
         for position, sequence_ids in enumerate(wanted):

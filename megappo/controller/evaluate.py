@@ -28,7 +28,7 @@ def evaluate(parts: Components, prompts: Sequence[Prompt]) -> tuple[Metrics, Sco
         seed=parts.config.seed,
         timer=timer,
     )
-    parts.rollout.pack([], keep=parts.step_sampler.carried_ids)
+    parts.rollout.pack([], forget=[info.sequence_id for info in rollouts.sequences])
     count = len(rollouts.sequences)
     metrics: Metrics = {
         "timing/validate_s": total(timer.seconds("generate") + timer.seconds("score")),

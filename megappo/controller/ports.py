@@ -79,8 +79,8 @@ class RolloutClient(Protocol):
         """Yield groups as they finish. Raises EngineError when an engine fails."""
         ...
 
-    def pack(self, shards: Sequence[Sequence[int]], *, keep: Sequence[int] = ()) -> list[Shard]:
-        """Cut sampled sequences (by id) into shards and forget all others but those to `keep`."""
+    def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
+        """Cut sampled sequences (by id) into shards. The engines forget them, and those to `forget`; others stay."""
         ...
 
     def sleep(self) -> None: ...

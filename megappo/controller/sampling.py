@@ -36,8 +36,8 @@ class StepRollouts:
 
     train: ScoredRollouts
     """The sequences to train on; none when the step trains nothing."""
-    keep: list[int]
-    """Ids of sequences whose tokens the engines keep for the next step."""
+    forget: list[int]
+    """Ids of sequences that no step will train on; the engines keep the tokens of those that wait for a later one."""
     metrics: Metrics
     """Of everything sampled in this step, filtered groups included; of what is trained on when nothing was sampled
     because the groups carried over fill the step."""
@@ -54,6 +54,8 @@ class StepSampler:
         self._rollout = rollout
         self._reward = reward
         self._carried = join([])
+        self._held: set[int] = set()
+        """Ids of all sequences that the engines hold."""
 
     @property
     def carried_ids(self) -> list[int]:
@@ -65,7 +67,7 @@ class StepSampler:
         config = self._config.algorithm.sampling
         if config.max_rounds == 0:
             found = self._generate(self._config.batching.prompts_per_step, state, timer, number=0)
-            return StepRollouts(train=found, keep=[], metrics=rollout_metrics(found))
+            return StepRollouts(train=found, forget=self._dropped(found), metrics=rollout_metrics(found))
         return self._sample_dynamically(state, timer)
 
     def _sample_dynamically(self, state: LoopState, timer: PhaseTimer) -> StepRollouts:
@@ -100,13 +102,21 @@ class StepSampler:
         }
         train = found.select(set() if waits else set(decision.kept))
         metrics |= rollout_metrics(fresh if fresh.sequences else train)
-        return StepRollouts(train=train, keep=self.carried_ids, metrics=metrics)
+        return StepRollouts(train=train, forget=self._dropped(train), metrics=metrics)
+
+    def _dropped(self, train: ScoredRollouts) -> list[int]:
+        """Return what the engines hold beside the sequences of this step and those that wait for a later one."""
+        waiting = set(self.carried_ids)
+        dropped = self._held - waiting - {info.sequence_id for info in train.sequences}
+        self._held = waiting
+        return sorted(dropped)
 
     def _generate(self, num_prompts: int, state: LoopState, timer: PhaseTimer, *, number: int) -> ScoredRollouts:
         """Draw and answer prompts; `number` is the round within the step."""
         config = self._config
         draws = draw_prompts(self._prompts.next(num_prompts), state, num_samples=config.batching.samples_per_prompt)
         greedy = add_greedy(draws, state) if reads_greedy_scores(config.algorithm) else {}
+        self._held.update(sequence_id for draw in (*draws, *greedy.values()) for sequence_id in draw.sequence_ids)
         rollouts = generate_and_score(
             [*draws, *greedy.values()],
             config.rollout.sampling,

@@ -83,7 +83,7 @@ def run_ppo_step(parts: Components, state: LoopState, *, save: Callable[[], None
             metrics.append(learn(parts, state, sampled, timer))
         else:
             # As in `learn`: the engines forget the tokens of groups that were dropped.
-            parts.rollout.pack([], keep=sampled.keep)
+            parts.rollout.pack([], forget=sampled.forget)
         state.step += 1
         # 9  save when due
         if save is not None:
@@ -107,7 +107,7 @@ def learn(parts: Components, state: LoopState, sampled: StepRollouts, timer: Pha
         keep_groups=estimator_of(config.algorithm).declaration.scope is AdvantageScope.group_token,
         workload=parts.workload,
     )
-    shards = parts.rollout.pack(schedule.shard_ids(), keep=sampled.keep)
+    shards = parts.rollout.pack(schedule.shard_ids(), forget=sampled.forget)
     parts.rollout.sleep()
     # 4-6  log-probs, values, experience
     experience, totals, metrics = make_experience(parts, rollouts, schedule, shards, timer)

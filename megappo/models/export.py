@@ -89,8 +89,9 @@ def iter_export_buckets(
     at most 2 + 1 / tensor buckets (or tensors larger than a bucket); 1 without tensor parallelism. Experts' shards are
     padded to those of the rank with most in the bucket: the gathered ones take up to a tensor per rank more.
     """
-    sources = {meta.name: source for meta, source in _sources(model_chunks)}
-    for bucket in plan_buckets(weight_manifest(model_chunks), bucket_bytes):
+    tensors = list(_sources(model_chunks))
+    sources = {meta.name: source for meta, source in tensors}
+    for bucket in plan_buckets([meta for meta, _ in tensors], bucket_bytes):
         yield bucket, _gather_bucket(bucket, [sources[name] for name in bucket.names])
 
 

@@ -9,10 +9,8 @@ from megappo.config.memory import RecomputeConfig, RecomputeGranularity, Recompu
 from megappo.errors import CapabilityError
 
 
-def recompute_options(recompute: RecomputeConfig | None) -> dict[str, Any]:  # Any: values of several fields
+def recompute_options(recompute: RecomputeConfig) -> dict[str, Any]:  # Any: values of several fields
     """Return the fields of Megatron's `TransformerConfig`."""
-    if recompute is None:
-        return {}
     match recompute.granularity:
         case RecomputeGranularity.none:
             return {}
@@ -26,14 +24,14 @@ def recompute_options(recompute: RecomputeConfig | None) -> dict[str, Any]:  # A
             }
 
 
-def check_recompute(recompute: RecomputeConfig | None, config: TransformerConfig, *, vp_stage: int | None) -> None:
+def check_recompute(recompute: RecomputeConfig, config: TransformerConfig, *, vp_stage: int | None) -> None:
     """Refuse numbers of layers that do not fit this stage.
 
     Raises:
         CapabilityError: Megatron would index past the last layer (transformer_block.py:539, uniform) or leave a wish
             for more layers than there are unsaid (block).
     """
-    if recompute is None or recompute.granularity is not RecomputeGranularity.full:
+    if recompute.granularity is not RecomputeGranularity.full:
         return
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     uniform = recompute.method is RecomputeMethod.uniform

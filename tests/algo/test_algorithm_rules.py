@@ -23,6 +23,7 @@ from megappo.config.algorithm_declarations import (
 )
 from megappo.config.algorithm_rules import algorithm_notes, algorithm_violations
 from megappo.errors import ConfigError
+from tests.algo.plain_algorithm import DEFAULTS
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "algorithm"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -56,27 +57,7 @@ def test_every_estimator_and_loss_has_a_preset() -> None:
 
 
 def test_every_section_may_be_written_out() -> None:
-    written = {
-        "advantage": {"name": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True},
-        "policy_loss": {
-            "name": "ppo_clip",
-            "clip": {"low": 0.2, "high": 0.2, "dual": None},
-            "aggregation": None,
-            "constant_length": None,
-        },
-        "value_loss": {"clip": 0.5},
-        "entropy": {"coef": 0.0},
-        "kl": {
-            "in_reward": {"estimator": "k1", "coef": 0, "controller": "fixed", "target": 0.1, "horizon": 10000},
-            "in_loss": {"estimator": "k3", "coef": 0.0},
-        },
-        "correction": {"weight": None, "reject": []},
-        "overlong": None,
-        "mask_truncated": False,
-        "old_log_probs": "auto",
-        "seed": 0,
-    }
-    assert parse_algorithm(written) == AlgorithmConfig()
+    assert parse_algorithm(DEFAULTS) == AlgorithmConfig()
     longer = parse_algorithm(
         {
             "correction": {

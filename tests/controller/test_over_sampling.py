@@ -70,7 +70,8 @@ def sample_steps(config: RunConfig, *, steps: int, three: float = 0.5) -> Sample
         rollout.rounds = []
         found.steps.append(sampler.sample(state, PhaseTimer()))
         found.rounds.append(rollout.rounds)
-        rollout.pack([], keep=found.steps[-1].keep)
+        train = [info.sequence_id for info in found.steps[-1].train.sequences]
+        rollout.pack([train], forget=found.steps[-1].forget)
         state.step += 1
     assert rollout.stored.keys() == set(sampler.carried_ids), "engines keep the tokens of what waits and no others"
     found.waiting = {sequence_id // SAMPLES for sequence_id in sampler.carried_ids}

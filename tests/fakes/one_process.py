@@ -93,13 +93,14 @@ class FakeRollout:
                 break
         return tokens, log_probs
 
-    def pack(self, shards: Sequence[Sequence[int]], *, keep: Sequence[int] = ()) -> list[Shard]:
+    def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
         self.calls.append("pack")
         packed = [
             Shard(sequence_ids=list(ids), pieces=[as_ref(self._pack([sequence_id])) for sequence_id in reversed(ids)])
             for ids in shards
         ]
-        self.stored = {key: self.stored[key] for key in keep}
+        for sequence_id in (*forget, *(sequence_id for ids in shards for sequence_id in ids)):
+            del self.stored[sequence_id]
         return packed
 
     def _pack(self, sequence_ids: Sequence[int]) -> RolloutBatch:
