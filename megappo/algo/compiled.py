@@ -61,9 +61,8 @@ def generalized_advantages(  # eight arguments: numba takes neither keywords nor
 
 @_compile
 def masked_moments(values: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
-    """See `tensor_scan.masked_moments`; `out` [5] float64 becomes count, mean, sum of squared deviations, largest and
-    smallest."""
-    count, mean, m2, largest, smallest = 0, 0.0, 0.0, -np.inf, np.inf
+    """See `tensor_scan.masked_moments`; `out` [3] float64 becomes count, mean and sum of squared deviations."""
+    count, mean, m2 = 0, 0.0, 0.0
     for start in range(0, len(values), _BLOCK):
         part, on_mask = values[start : start + _BLOCK], mask[start : start + _BLOCK]
         part_count, total = 0, 0.0
@@ -76,15 +75,26 @@ def masked_moments(values: np.ndarray, mask: np.ndarray, out: np.ndarray) -> Non
         for token in range(len(part)):
             deviation = part[token] - part_mean if on_mask[token] else 0.0
             part_m2 += deviation * deviation
-        for token in range(len(part)):
-            # A NaN is taken and stays: nothing compares with it.
-            if on_mask[token] and not part[token] <= largest and largest == largest:
-                largest = np.float64(part[token])
-            if on_mask[token] and not part[token] >= smallest and smallest == smallest:
-                smallest = np.float64(part[token])
         both = count + part_count
         delta = part_mean - mean
         mean += delta * part_count / both
         m2 += part_m2 + delta * delta * count * part_count / both
         count = both
-    out[0], out[1], out[2], out[3], out[4] = count, mean, m2, largest, smallest
+    out[0], out[1], out[2] = count, mean, m2
+
+
+@_compile
+def masked_extremes(bits: np.ndarray, mask: np.ndarray, keys: np.ndarray) -> None:
+    """Find the largest and the smallest of floats [N], which come as integers of their bits, on the mask.
+
+    `keys` [2], of the type of `bits`, holds the least and the largest integer and becomes the keys of both floats: the
+    bits, with all but the sign turned over where that is set. Keys are in the order of their floats, and integers are
+    compared several at a time, which floats, for the sake of NaN, are not.
+    """
+    least, most = keys[0], keys[1]
+    largest, smallest = least, most
+    for token in range(len(bits)):
+        key = bits[token] if bits[token] >= 0 else bits[token] ^ most
+        largest = max(largest, key if mask[token] else least)
+        smallest = min(smallest, key if mask[token] else most)
+    keys[0], keys[1] = largest, smallest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megappo.algo.diagnostics import MismatchSums, compare_log_probs
+from megappo.algo.diagnostics import MismatchSums, SequenceGaps, compare_log_probs
 from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.kl import EXPONENT_LIMIT
 from megappo.algo.masked import MaskedTokens, compact, sequence_runs
@@ -103,31 +103,48 @@ class Correction:
     """[N] bool: the response mask after rejection."""
     weights: np.ndarray | None
     """[N] importance weights, 0 off the response mask; None: all 1."""
+    gaps: SequenceGaps | None
+    """Per sequence; None: there is no second log-prob to compare with."""
     metrics: Metrics
     mismatch: MismatchSums
 
 
-def correct(batch: RolloutBatch, old_log_probs: np.ndarray | None, algorithm: AlgorithmConfig) -> Correction:
+def correct(
+    batch: RolloutBatch,
+    old_log_probs: np.ndarray | None,
+    algorithm: AlgorithmConfig,
+    *,
+    current: np.ndarray | None = None,
+) -> Correction:
     """Compare the log-probs of both engines, reject and weigh. Runs of sequences keep the float64 copies small.
 
     Args:
-        old_log_probs: [N]; None: the update's own stand for them, so there is nothing to compare.
+        old_log_probs: [N]; None: the update's own stand for them, so there is nothing to compare. Nor is there where
+            they are the rollout log-probs themselves.
+        current: [B] bool, whether the current weights sampled the whole response; None: all are.
 
     Raises:
         AlgorithmInputError: rollout log-probs are needed and a sequence lacks one (NaN on the mask).
     """
-    result = Correction(loss_mask=batch.response_mask.copy(), weights=None, metrics=Metrics(), mismatch=MismatchSums())
+    result = Correction(
+        loss_mask=batch.response_mask.copy(), weights=None, gaps=None, metrics=Metrics(), mismatch=MismatchSums()
+    )
     if old_log_probs is None:
         assert not algorithm.correction.is_on, "correction needs old log-probs"
         return result
+    if algorithm.old_log_probs is not OldLogProbs.rollout:
+        result.gaps = SequenceGaps.zeros(batch.num_sequences)
     for first, last in sequence_runs(batch.offsets):
         run = slice(batch.offsets[first], batch.offsets[last])
         tokens = compact(batch.response_mask[run], batch.offsets[first : last + 1] - run.start)
         rollout = tokens.gather(batch.rollout_log_probs[run])
         _refuse_missing(rollout, tokens, batch.sequence_ids[first:last], algorithm)
-        kept, weights, counts, mismatch = _correct_run(
-            rollout, tokens.gather(old_log_probs[run]), tokens, algorithm.correction
-        )
+        if result.gaps is None:
+            continue
+        old = tokens.gather(old_log_probs[run])
+        compared = _compared(rollout, tokens, None if current is None else current[first:last])
+        result.gaps.measure(slice(first, last), rollout - old, tokens, compared)
+        kept, weights, counts, mismatch = _correct_run(rollout, old, tokens, algorithm.correction, compared)
         if kept is not None:
             result.loss_mask[run][tokens.index] = kept
         if weights is not None:
@@ -136,7 +153,17 @@ def correct(batch: RolloutBatch, old_log_probs: np.ndarray | None, algorithm: Al
             result.weights[run][tokens.index] = weights
         result.metrics = metrics.merge([result.metrics, counts])
         result.mismatch = result.mismatch.merge(mismatch)
+    if result.gaps is not None:
+        result.metrics |= result.gaps.metrics(int(np.count_nonzero(batch.response_mask)))
     return result
+
+
+def _compared(rollout: np.ndarray, tokens: MaskedTokens, current: np.ndarray | None) -> np.ndarray | None:
+    """Return which tokens [M] the engine reported and, with `current` [B], the current weights sampled; None: all."""
+    compared = ~np.isnan(rollout)
+    if current is not None and not current.all():
+        compared &= current[tokens.sequence]
+    return None if compared.all() else compared
 
 
 def _refuse_missing(
@@ -156,7 +183,11 @@ def _refuse_missing(
 
 
 def _correct_run(
-    rollout: np.ndarray, old: np.ndarray, tokens: MaskedTokens, config: CorrectionConfig
+    rollout: np.ndarray,
+    old: np.ndarray,
+    tokens: MaskedTokens,
+    config: CorrectionConfig,
+    compared: np.ndarray | None,
 ) -> tuple[np.ndarray | None, np.ndarray | None, Metrics, MismatchSums]:
     """Return kept tokens [M] bool (None: all), importance weights [M] (None: all 1), metrics and sums."""
     counts = Metrics()
@@ -164,9 +195,9 @@ def _correct_run(
     if config.is_on:
         kept, weights = _reject_and_weigh(rollout - old, tokens, config, counts)
     known = ~np.isnan(rollout)
-    if not known.all():
-        rollout, old = rollout[known], old[known]
-    found, mismatch = compare_log_probs(rollout, old, weights)
+    if compared is not None and not known.all():
+        rollout, old, compared = rollout[known], old[known], compared[known]
+    found, mismatch = compare_log_probs(rollout, old, weights, compared=compared)
     return kept, weights, counts | found, mismatch
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from megappo.algo.advantages import estimator_of, whitens_tokens
 from megappo.algo.advantages.base import TokenInputs
 from megappo.algo.correction import correct
-from megappo.algo.diagnostics import MismatchSums, merge_mismatch
+from megappo.algo.diagnostics import MismatchSums, SequenceGaps, merge_mismatch
 from megappo.algo.masked import Moments, count_tokens, merge_moments
 from megappo.algo.scan import masked_moments
 from megappo.algo.token_rewards import RewardTotals, compute_token_rewards
@@ -44,6 +44,8 @@ class ExperienceTotals:
     """Whether advantages are to be whitened over the global batch."""
     mismatch: MismatchSums
     """Of rollout and old log-probs, over response tokens."""
+    gaps: SequenceGaps | None
+    """Difference of rollout and old log-probs per sequence; None: no pass before the update gave old ones."""
     metrics: Metrics
 
 
@@ -75,6 +77,7 @@ def build_experience(  # noqa: PLR0913  one argument per pass that may have run 
     ref_log_probs: TokenField | None,
     algorithm: AlgorithmConfig,
     sum_pi_squared: TokenField | None = None,
+    current: np.ndarray | None = None,
 ) -> tuple[Experience, ExperienceTotals]:
     """Compute advantages and returns of one shard, then apply the rollout correction.
 
@@ -86,6 +89,8 @@ def build_experience(  # noqa: PLR0913  one argument per pass that may have run 
         old_log_probs: None when the update's own log-probs stand for them; with `old_log_probs: rollout` the engine's
             are taken instead.
         sum_pi_squared: for optimal_token_baseline, which also needs whole groups on the shard.
+        current: [B] bool, whether the current weights sampled the whole response; None: all are. Only these tell how
+            far the rollout engine is from the training engine.
 
     Raises:
         AlgorithmInputError: correction is on and a sequence lacks rollout log-probs (NaN on the mask).
@@ -100,7 +105,7 @@ def build_experience(  # noqa: PLR0913  one argument per pass that may have run 
         old_log_probs=_values_of(old_log_probs),
         sum_pi_squared=_values_of(sum_pi_squared),
     )
-    estimates = estimate(batch, inputs, truncated=truncated, algorithm=algorithm)
+    estimates = estimate(batch, inputs, truncated=truncated, algorithm=algorithm, current=current)
     experience = Experience(
         offsets=batch.offsets,
         tokens=batch.tokens,
@@ -124,14 +129,19 @@ def _values_of(field: TokenField | None) -> np.ndarray | None:
 
 
 def estimate(
-    batch: RolloutBatch, inputs: TokenInputs, *, truncated: np.ndarray, algorithm: AlgorithmConfig
+    batch: RolloutBatch,
+    inputs: TokenInputs,
+    *,
+    truncated: np.ndarray,
+    algorithm: AlgorithmConfig,
+    current: np.ndarray | None = None,
 ) -> Estimates:
     """Return all that `build_experience` computes, in the precision of the inputs."""
     if algorithm.old_log_probs is OldLogProbs.rollout:
         # An engine reports numbers for prompt tokens, too.
         rollout = np.where(batch.response_mask, batch.rollout_log_probs, np.float32(0))
         inputs = replace(inputs, old_log_probs=rollout)
-    corrected = correct(batch, inputs.old_log_probs, algorithm)
+    corrected = correct(batch, inputs.old_log_probs, algorithm, current=current)
     estimated = estimator_of(algorithm).token_stage(inputs, algorithm.advantage)
     loss_mask = corrected.loss_mask
     if algorithm.mask_truncated:
@@ -152,6 +162,7 @@ def estimate(
         advantages=moments,
         whitens=whitens_tokens(algorithm),
         mismatch=corrected.mismatch,
+        gaps=corrected.gaps,
         metrics=counts,
     )
     return Estimates(

@@ -5,6 +5,8 @@ a compiled loop, few through its twin in torch operations, `tensor_scan`, which 
 of any device (tests/algo/test_scan.py holds one against the other). Sums run in float64.
 """
 
+import math
+
 import numpy as np
 import torch
 
@@ -60,10 +62,26 @@ def masked_moments(values: np.ndarray, mask: np.ndarray) -> tuple[Moments, float
         return tensor_scan.masked_moments(torch.as_tensor(values), torch.as_tensor(mask))
     from megappo.algo import compiled
 
-    out = np.empty(5)
+    out = np.empty(3)
     compiled.masked_moments(values, mask, out)
-    count, mean, m2, largest, smallest = out.tolist()
-    return Moments(count=count, mean=mean, m2=m2), largest, smallest
+    count, mean, m2 = out.tolist()
+    return Moments(count=count, mean=mean, m2=m2), *_masked_extremes(values, mask, mean)
+
+
+def _masked_extremes(values: np.ndarray, mask: np.ndarray, mean: float) -> tuple[float, float]:
+    """Return the largest and smallest of the values [N] on the mask [N]; their mean says whether to look for NaN."""
+    from megappo.algo import compiled
+
+    if math.isnan(mean) and bool(np.isnan(values, where=mask, out=np.zeros_like(mask)).any()):
+        return math.nan, math.nan
+    bits = values.view(np.int32 if values.dtype == np.float32 else np.int64)
+    limits = np.iinfo(bits.dtype)
+    keys = np.array([limits.min, limits.max], dtype=bits.dtype)
+    compiled.masked_extremes(bits, mask, keys)
+    if keys[0] < keys[1]:  # nothing is on the mask
+        return -math.inf, math.inf
+    largest, smallest = np.where(keys >= 0, keys, keys ^ limits.max).astype(bits.dtype).view(values.dtype).tolist()
+    return largest, smallest
 
 
 def _double(values: np.ndarray) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_loss_and_gradient_equal_brute_force(algorithm: AlgorithmConfig, uniform
 
 
 @parametrize_losses
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_order_and_micro_batches_change_nothing(algorithm: AlgorithmConfig, seed: int, data: st.DataObject) -> None:
     case = make_case(seed, LENGTHS)

@@ -16,6 +16,7 @@ from megappo.config.algorithm import (
     EntropyConfig,
     KLConfig,
     KLInLossConfig,
+    OldLogProbs,
     PolicyLossConfig,
 )
 from megappo.observability.metrics import values
@@ -227,6 +228,32 @@ def test_without_old_log_probs_the_current_ones_stand_for_them() -> None:
     found = values(output.metrics)
     assert found["actor/clip_fraction"] == 0 and found["actor/ratio/max"] == 1
     assert found["actor/rollout_log_prob_diff/max"] == 0.25, "a token that the engine did not report is left out"
+    assert found["actor/rollout_log_prob_diff/mean"] == 0.25
+
+
+@pytest.mark.parametrize(("first", "measured"), [(True, True), (False, False)])
+def test_the_first_step_measures_the_engine_where_its_log_probs_stand_for_the_old_ones(
+    first: bool, measured: bool
+) -> None:
+    old = torch.tensor([-1.25, -2.5])
+    batch = PolicyLossBatch(
+        offsets=torch.tensor([0, 2]),
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        loss_weights=torch.ones(2),
+        advantages=torch.ones(2),
+        old_log_probs=old,
+        rollout_log_probs=old,
+        is_first_step=first,
+    )
+    log_probs = torch.tensor([-1.0, -2.0])
+    rollout = AlgorithmConfig(old_log_probs=OldLogProbs.rollout)
+    found = values(compute_policy_loss(log_probs, batch, rollout).metrics)
+    assert ("actor/rollout_log_prob_diff/mean" in found) is measured
+    if measured:
+        assert found["actor/rollout_log_prob_diff/mean"] == 0.375
+        assert found["actor/rollout_log_prob_diff/max"] == 0.5
+    recomputed = values(compute_policy_loss(log_probs, batch, AlgorithmConfig()).metrics)
+    assert "actor/rollout_log_prob_diff/mean" not in recomputed, "the pass before the update has measured it"
 
 
 def test_the_first_step_reports_how_far_log_probs_drifted_without_an_update() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megappo.algo.advantages import estimator_of
@@ -66,7 +66,6 @@ def brute_force_gae(rewards: list[float], values: list[float], gamma: float, lam
     return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, steps)) for t in range(steps)]
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5),
     gamma=st.sampled_from([0.0, 0.9, 1.0]),
@@ -121,7 +120,6 @@ def brute_force_otb(
     return out
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=7), seed=st.integers(0, 2**32))
 def test_optimal_token_baseline_equals_its_definition(lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)

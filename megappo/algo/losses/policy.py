@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megappo.algo.kl import compute_kl, k3_is_capped, widen
 from megappo.algo.losses.base import LossInputs, LossOutput, PolicyLoss, PolicyLossBatch, TokenLosses, poison
-from megappo.config.algorithm import AlgorithmConfig
+from megappo.config.algorithm import AlgorithmConfig, OldLogProbs
 from megappo.observability.metrics import Kind, Metrics, Stat
 
-_Number = tuple[Kind, Tensor]
-"""How a metric merges, and the sum or extreme over the loss tokens."""
+_Number = tuple[Kind, Tensor] | tuple[Kind, Tensor, Tensor]
+"""How a metric merges, the sum or extreme over the loss tokens, and how many there are if not all of them."""
 
 
 def compute_loss(log_probs: Tensor, batch: PolicyLossBatch, algorithm: AlgorithmConfig, loss: PolicyLoss) -> LossOutput:
@@ -32,7 +32,7 @@ def compute_loss(log_probs: Tensor, batch: PolicyLossBatch, algorithm: Algorithm
         losses = losses * _pick(batch.correction_weights, index, losses)
     terms = {"actor/policy_loss": losses}
     numbers = _ratio_numbers(inputs, token_losses, batch.is_first_step and batch.old_log_probs is not None)
-    numbers |= _rollout_numbers(inputs, batch, index)
+    numbers |= _rollout_numbers(inputs, batch, index, algorithm)
     read = [inputs.old_log_probs, inputs.advantages]
     if batch.entropy is not None:
         entropy = widen(batch.entropy[index])
@@ -93,21 +93,34 @@ def _ratio_numbers(inputs: LossInputs, token_losses: TokenLosses, first_step: bo
     return numbers
 
 
-def _rollout_numbers(inputs: LossInputs, batch: PolicyLossBatch, index: Tensor) -> dict[str, _Number]:
-    """Distance to the rollout engine where no pass before the update measured it; NaN is what it did not report."""
-    if batch.rollout_log_probs is None or batch.old_log_probs is not None or not len(index):
+def _rollout_numbers(
+    inputs: LossInputs, batch: PolicyLossBatch, index: Tensor, algorithm: AlgorithmConfig
+) -> dict[str, _Number]:
+    """Distance to the rollout engine, by the log-probs of the update's first step, where no pass before the update
+    measured it. NaN is what the engine did not report."""
+    measured_before = batch.old_log_probs is not None and algorithm.old_log_probs is not OldLogProbs.rollout
+    # Without old log-probs the update is one optimizer step.
+    moved = batch.old_log_probs is not None and not batch.is_first_step
+    if batch.rollout_log_probs is None or measured_before or moved or not len(index):
         return {}
     rollout = _pick(batch.rollout_log_probs, index, inputs.log_probs)
-    distance = torch.where(rollout.isnan(), 0.0, (inputs.log_probs.detach() - rollout).abs())
-    return {"actor/rollout_log_prob_diff/max": (Kind.max, distance.max())}
+    known = ~rollout.isnan()
+    distance = torch.where(known, (inputs.log_probs.detach() - rollout).abs(), 0.0)
+    return {
+        "actor/rollout_log_prob_diff/max": (Kind.max, distance.max(), known.sum()),
+        "actor/rollout_log_prob_diff/mean": (Kind.mean, distance.sum(), known.sum()),
+    }
 
 
 def _collect(numbers: dict[str, _Number], terms: dict[str, Tensor], weights: Tensor) -> Metrics:
-    """Bring all numbers to the host in one transfer; means get the number of loss tokens as denominator."""
-    on_device = [number.to(weights.dtype) for _, number in numbers.values()]
-    host = torch.stack([weights.sum(), *terms.values(), *on_device]).cpu().numpy()
+    """Bring all numbers to the host in one transfer; each counts the loss tokens, or its own
+    number of them."""
+    on_device = [number[1].to(weights.dtype) for number in numbers.values()]
+    counts = {name: number[2].to(weights.dtype) for name, number in numbers.items() if len(number) > 2}
+    host = torch.stack([weights.sum(), *terms.values(), *on_device, *counts.values()]).cpu().numpy()
     term_values, values = host[1 : 1 + len(terms)], host[1 + len(terms) :]
     collected = {name: Stat(Kind.mean, float(value), float(host[0])) for name, value in zip(terms, term_values)}
-    for (name, (kind, _)), value in zip(numbers.items(), values):
-        collected[name] = Stat(kind, float(value), float(len(weights)))
+    own = dict(zip(counts, values[len(numbers) :]))
+    for (name, number), value in zip(numbers.items(), values):
+        collected[name] = Stat(number[0], float(value), float(own.get(name, len(weights))))
     return collected
