@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 export PYTHON TORCH_INDEX_URL
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install install-dev test test-slow test-oracle test-mcore-next test-signatures bench-algorithms bench-log-probs lint format docs clean
+.PHONY: help quickstart install install-dev test test-slow test-oracle test-mcore-next test-signatures bench-algorithms bench-log-probs bench-rollout bench-weight-sync lint format docs clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -67,6 +67,12 @@ bench-algorithms: install ## algorithms and balancing side by side with verl (AR
 bench-log-probs: install ## log-probs and entropy side by side with verl: time and peak memory (needs 3 GB)
 	$(BIN)/pip install -q --no-deps --target .oracle -r requirements/oracle.txt
 	PYTHONPATH=.oracle $(BIN)/python -m benchmarks.log_probs $(ARGS)
+
+bench-rollout: install ## tokens/s, time to first token and tail of the engines (ARGS="--quick"; any key=value)
+	$(BIN)/python -W ignore -m benchmarks.rollout $(ARGS)
+
+bench-weight-sync: install ## weights from 4 trainer ranks to 2 engine ranks: copies, bytes, memory (needs 5 GB)
+	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
 
 format: install-dev ## format the code
 	$(BIN)/ruff check --fix .

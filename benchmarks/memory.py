@@ -41,15 +41,25 @@ def peak_extra_bytes(make: Callable[[], Callable[[], object]], *, timeout_s: flo
 
 def _measure(make: Callable[[], Callable[[], object]], sender: Connection) -> None:
     work = make()
+    before = start_peak()
+    result = work()
+    peak = peak_above(before)
+    del result
+    sender.send(peak)
+
+
+def start_peak() -> int:
+    """Return the resident bytes of this process and forget the highest that there were."""
     gc.collect()
     # Freed memory that the allocator keeps would hide what the work takes.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _status_bytes("VmRSS")
-    result = work()
-    peak = _status_bytes("VmHWM")
-    del result
-    sender.send(max(0, peak - before))
+    return _status_bytes("VmRSS")
+
+
+def peak_above(before: int) -> int:
+    """Return how far the resident bytes have been above those that `start_peak` gave."""
+    return max(0, _status_bytes("VmHWM") - before)
 
 
 def _status_bytes(name: str) -> int:

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import require
 from benchmarks.training.launch import Actor, LaunchedRank, RankActor, RayActor
 from benchmarks.training.measurement import describe, measure
 from benchmarks.training.model_presets import PRESETS, model_config, write_model_folder
@@ -34,7 +35,7 @@ from megappo.config.run import RunConfig
 from megappo.config.store import load_run_config
 from megappo.controller.throughput import make_throughput
 from megappo.device.backend import resolve_backend
-from megappo.errors import ConfigError, MegappoError, Violation
+from megappo.errors import MegappoError
 
 BASE = ("data=spell_backward", "cluster.device=auto", "batching.prompts_per_step=8", "batching.samples_per_prompt=4")
 """What a run needs and a measurement does not, and a small step."""
@@ -149,15 +150,7 @@ def check_measurement(arguments: argparse.Namespace, model: dict[str, Any]) -> N
         ("--warmup", arguments.warmup >= 0, "must not be negative"),
         ("--steps", arguments.steps >= 1, "must be at least 1"),
     )
-    broken = [
-        Violation(
-            key=key, value=getattr(arguments, key[2:].replace("-", "_")), rule=rule, remedy=f"see --help for {key}"
-        )
-        for key, holds, rule in rules
-        if not holds
-    ]
-    if broken:
-        raise ConfigError(broken)
+    require(arguments, rules)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,19 @@ class EngineError(MegappoError):
     """A rollout engine failed, died or did not answer in time; names the engine, the phase and its last log lines."""
 
 
+class RequestError(EngineError):
+    """A generate request that no engine can serve (its tokens, its sampling): the request is at fault, not the engine,
+    so it is never sent again."""
+
+
 class WorkerError(MegappoError):
     """A training or reward worker failed or died; names the role, rank, node and its last log lines."""
 
 
 class NonFiniteError(MegappoError):
     """Training produced too many non-finite steps in a row."""
+
+
+class ParityError(MegappoError):
+    """Engine and trainer give the same tokens other log-probs than `rollout.parity.stop` allows; names step, numbers,
+    worst sequences, the dump and what to try."""

@@ -17,6 +17,7 @@ from megappo.algo.dynamic_sampling import decide_sampling
 from megappo.algo.kl import KL_ESTIMATORS, KLCoefficient
 from megappo.algo.losses import POLICY_LOSSES, PolicyLoss, compute_value_loss
 from megappo.algo.token_rewards import compute_overlong_penalty
+from megappo.config.algorithm import OldLogProbs
 
 LABELS = ("Formula", "Source", "Config", "Use")
 
@@ -39,6 +40,7 @@ def algorithms_page() -> str:
     sections = [
         ("Advantage estimators", "`advantage.name`", {name: _estimator(name) for name in ESTIMATORS.names()}),
         ("Policy losses", "`policy_loss.name`", {name: _loss(name) for name in POLICY_LOSSES.names()}),
+        ("Log-probs before the update", "`old_log_probs`", {"old_log_probs": OldLogProbs}),
         ("Value loss", "", {"value_loss": compute_value_loss}),
         ("Aggregation", "`policy_loss.aggregation`", {"aggregation": compute_loss_weights}),
         ("KL to the reference", "`kl.in_reward` and `kl.in_loss`", {**KL_ESTIMATORS, "kl.in_reward": KLCoefficient}),

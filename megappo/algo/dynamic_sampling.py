@@ -8,7 +8,7 @@ Invariants (asserted by tests/algo/test_dynamic_sampling.py):
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,7 +39,7 @@ class SamplingDecision:
     surplus: list[int]
     """Groups with signal beyond the step's target: they are carried to the next step."""
     filtered: list[int]
-    """Groups whose scores are all equal."""
+    """Groups without signal."""
     refill: int
     """Prompts to draw."""
     message: str
@@ -47,28 +47,32 @@ class SamplingDecision:
 
 
 def decide_sampling(
-    groups: Mapping[int, Sequence[float]], *, target: int, rounds: int, config: DynamicSamplingConfig
+    groups: Mapping[int, bool], *, target: int, rounds: int, config: DynamicSamplingConfig
 ) -> SamplingDecision:
-    """Drop groups whose scores are all equal and draw other prompts in their place.
+    """Drop groups from which nothing is learned and draw other prompts in their place.
 
-    Formula: of the groups so far, those with differing scores are kept up to the step's prompts; too few and rounds
-        left: ceil(oversample * missing) prompts are drawn; no rounds left: train_partial trains on those there are,
-        carry_over keeps them for the next step, stop ends the run. Groups beyond the step's prompts are the first of
-        the next step, which draws that many fewer.
+    Formula: a group has signal where the rewards' scores differ by more than rounding error (std > 1e-6 max|s|; before
+        over-long penalty and KL); for gdpo, where its weighted parts do; for grpo_passk, where the best score leads
+        the second; for remax, where a score differs from the greedy answer's. Groups with signal are kept up to the
+        step's prompts; too few and rounds left: ceil(oversample * missing) prompts are drawn; no rounds left:
+        train_partial trains on those there are, carry_over keeps them for the next step, stop ends the run. Groups
+        beyond the step's prompts are the first of the next step, which draws that many fewer.
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2.
     Config: sampling.max_rounds (0: off), sampling.oversample, sampling.on_exhausted.
     Use: many prompts are always or never solved, so that their groups carry no signal. oversample, about 1 / (share of
-        groups with signal), fills a step in one round; what is carried over was sampled by older weights, which the
-        ratio of the loss accounts for.
+        groups with signal), fills a step in one round; the groups it carries over were sampled by older weights. With
+        old_log_probs auto or recompute nothing accounts for that, since lp_old is of the weights at the start of the
+        update: set correction.weight, or old_log_probs=rollout, whose ratio is to the policy that sampled.
 
     Args:
-        groups: group id -> scores of its non-empty samples; groups carried over from earlier steps included.
+        groups: group id -> whether it carries signal (`megappo.algo.advantages.signal_by_group`); groups carried over
+            from earlier steps included.
         target: groups (prompts) that a step trains on.
         rounds: rounds of generation done in this step; 0 only where the groups carried over are enough.
         config: with max_rounds > 0.
     """
-    with_signal = sorted(group for group, scores in groups.items() if has_signal(scores))
-    filtered = sorted(group for group in groups if group not in set(with_signal))
+    with_signal = sorted(group for group, signal in groups.items() if signal)
+    filtered = sorted(group for group, signal in groups.items() if not signal)
     kept, surplus = with_signal[:target], with_signal[target:]
     missing = target - len(kept)
     if missing <= 0:
@@ -78,7 +82,7 @@ def decide_sampling(
     else:
         outcome = _EXHAUSTED[config.on_exhausted]
     message = (
-        f"{len(with_signal)} of {len(groups)} groups carry signal, {len(filtered)} filtered (all scores equal), "
+        f"{len(with_signal)} of {len(groups)} groups carry signal, {len(filtered)} filtered, "
         f"{target} needed, round {rounds} of {config.max_rounds}"
     )
     return SamplingDecision(
@@ -102,8 +106,3 @@ _EXHAUSTED = {
     OnExhausted.carry_over: SamplingOutcome.carry_over,
     OnExhausted.stop: SamplingOutcome.stop,
 }
-
-
-def has_signal(scores: Sequence[float]) -> bool:
-    """Whether the scores of a group differ; a non-finite score is kept, so that it is reported and not dropped."""
-    return any(score != scores[0] for score in scores)

@@ -11,7 +11,7 @@ import numpy as np
 
 from megappo.algo.advantages import estimator_of, whitens_tokens
 from megappo.algo.advantages.base import TokenInputs
-from megappo.algo.correction import correct
+from megappo.algo.correction import Correction, correct
 from megappo.algo.diagnostics import MismatchSums, SequenceGaps, merge_mismatch
 from megappo.algo.masked import Moments, count_tokens, merge_moments
 from megappo.algo.scan import masked_moments
@@ -128,6 +128,24 @@ def _values_of(field: TokenField | None) -> np.ndarray | None:
     return None if field is None else field.values
 
 
+def correct_and_truncate(
+    batch: RolloutBatch,
+    old_log_probs: np.ndarray | None,
+    *,
+    truncated: np.ndarray,
+    algorithm: AlgorithmConfig,
+    current: np.ndarray | None = None,
+) -> Correction:
+    """Return `correct` with its loss mask as the loss takes it: without truncated sequences where they are masked; its
+    metrics say which share of the response tokens that leaves."""
+    corrected = correct(batch, old_log_probs, algorithm, current=current)
+    if algorithm.mask_truncated:
+        corrected.loss_mask &= np.repeat(~truncated, batch.lengths)
+    kept, sampled = int(np.count_nonzero(corrected.loss_mask)), int(np.count_nonzero(batch.response_mask))
+    corrected.metrics["actor/loss_token_ratio"] = metrics.mean(kept, sampled)
+    return corrected
+
+
 def estimate(
     batch: RolloutBatch,
     inputs: TokenInputs,
@@ -141,11 +159,11 @@ def estimate(
         # An engine reports numbers for prompt tokens, too.
         rollout = np.where(batch.response_mask, batch.rollout_log_probs, np.float32(0))
         inputs = replace(inputs, old_log_probs=rollout)
-    corrected = correct(batch, inputs.old_log_probs, algorithm, current=current)
+    corrected = correct_and_truncate(
+        batch, inputs.old_log_probs, truncated=truncated, algorithm=algorithm, current=current
+    )
     estimated = estimator_of(algorithm).token_stage(inputs, algorithm.advantage)
     loss_mask = corrected.loss_mask
-    if algorithm.mask_truncated:
-        loss_mask &= np.repeat(~truncated, batch.lengths)
     loss_tokens = count_tokens(loss_mask, batch.offsets)
     moments, largest, smallest = masked_moments(estimated.advantages, inputs.mask)
     counts = {
@@ -153,7 +171,6 @@ def estimate(
         "actor/advantages/mean": metrics.mean(moments.mean * moments.count, moments.count),
         "actor/advantages/max": metrics.maximum(largest, moments.count),
         "actor/advantages/min": metrics.minimum(smallest, moments.count),
-        "actor/loss_token_ratio": metrics.mean(loss_tokens.sum(), moments.count),
     }
     if estimated.returns is not None:
         counts["critic/returns/mean"] = metrics.mean(estimated.returns.sum(dtype=np.float64), moments.count)

@@ -60,7 +60,7 @@ def k3(difference: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased and never negative.
 
     Formula: exp(-d) - 1 + d, d = lp - lp_ref clamped to +-20 before exp, the result capped at 10 with gradient 0
-        beyond the cap (`kl/capped_fraction` counts).
+        beyond the cap (`kl/capped_fraction` counts in the loss, `kl/in_reward/capped_fraction` in the reward).
     Source: Schulman 2020, Approximating KL divergence (http://joschu.net/blog/kl-approx.html).
     Config: kl.in_reward.estimator=k3, kl.in_loss.estimator=k3.
     Use: the usual choice in the loss.

@@ -12,7 +12,7 @@ from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.kl import K3_LIMIT, compute_kl
 from megappo.algo.masked import MaskedTokens, compact, sequence_runs
 from megappo.batch.stages import RolloutBatch, TokenField
-from megappo.config.algorithm import AlgorithmConfig, OverlongConfig
+from megappo.config.algorithm import AlgorithmConfig, OldLogProbs, OverlongConfig
 from megappo.observability import metrics
 from megappo.observability.metrics import Metrics
 
@@ -45,9 +45,13 @@ def compute_token_rewards(
     Args:
         scores: [B] float64.
         truncated: [B] bool, True where the response ended by length.
-        old_log_probs, ref_log_probs: needed when KL in reward is on.
+        old_log_probs, ref_log_probs: needed when KL in reward is on; with `old_log_probs: rollout` the engine's own
+            stand for the former.
         kl_coef: the coefficient of this step (the controller may have moved it).
     """
+    old = None if old_log_probs is None else old_log_probs.values
+    if algorithm.old_log_probs is OldLogProbs.rollout:
+        old = batch.rollout_log_probs
     values = np.zeros(batch.num_tokens, dtype=np.float32)
     returns, kl = np.zeros(batch.num_sequences), np.zeros(batch.num_sequences)
     counts: list[Metrics] = [{"rollout/truncated_ratio": metrics.mean(truncated.sum(), len(truncated))}]
@@ -56,8 +60,9 @@ def compute_token_rewards(
         tokens = compact(batch.response_mask[run], batch.offsets[first : last + 1] - run.start)
         rewards = place_on_last_token(scores[first:last], tokens)
         difference = None
-        if old_log_probs is not None and ref_log_probs is not None and algorithm.kl.in_reward.coef > 0:
-            difference = tokens.gather(old_log_probs.values[run]) - tokens.gather(ref_log_probs.values[run])
+        if algorithm.kl.in_reward.coef > 0:
+            assert old is not None and ref_log_probs is not None, "KL in reward needs both log-probs"
+            difference = tokens.gather(old[run]) - tokens.gather(ref_log_probs.values[run])
         rewards, kl[first:last], found = penalize(
             rewards, tokens, difference=difference, algorithm=algorithm, kl_coef=kl_coef
         )
@@ -116,7 +121,7 @@ def penalize(
     Returns:
         Token rewards [M]; KL per sequence [B] (masked mean; NaN when off or empty); metrics
         (`rollout/empty_ratio` over sequences, `kl/in_reward/mean` over non-empty sequences,
-        `kl/capped_fraction` over response tokens).
+        `kl/in_reward/capped_fraction` over response tokens).
     """
     lengths = tokens.lengths
     counts: Metrics = {"rollout/empty_ratio": metrics.mean((lengths == 0).sum(), len(lengths))}
@@ -129,7 +134,7 @@ def penalize(
     estimator = algorithm.kl.in_reward.estimator
     kl = compute_kl(torch.as_tensor(difference), estimator).numpy()
     if estimator.startswith("k3"):
-        counts["kl/capped_fraction"] = metrics.mean(float((kl >= K3_LIMIT).sum()), len(difference))
+        counts["kl/in_reward/capped_fraction"] = metrics.mean(float((kl >= K3_LIMIT).sum()), len(difference))
     if not np.isfinite(difference.sum()):
         # k3 is bounded; an infinite difference must not vanish in the bound.
         kl = np.where(np.isfinite(difference), kl, np.nan)

@@ -43,6 +43,8 @@ def _missing(case: AlgorithmCase) -> Iterator[_Need]:
         yield "old_log_probs", absent("old_log_probs"), "old_log_probs=recompute needs it"
     if algorithm.correction.is_on:
         yield "rollout_log_probs", absent("rollout_log_probs"), "rollout correction needs it"
+        if algorithm.old_log_probs is OldLogProbs.auto and not has_loss:
+            yield "old_log_probs", absent("old_log_probs"), "rollout correction needs it"
     if not has_loss:
         return
     if algorithm.kl.in_loss.coef > 0:
@@ -66,10 +68,9 @@ def _missing_for_rewards(case: AlgorithmCase, absent: _Absent) -> Iterator[_Need
     if algorithm.kl.in_reward.coef > 0:
         yield "ref_log_probs", absent("ref_log_probs"), "KL in reward needs it"
     declared = ESTIMATOR_DECLARATIONS.get(name)
-    reads_old = algorithm.kl.in_reward.coef > 0 or algorithm.correction.is_on
-    reads_old |= declared is not None and declared.reads_old_log_probs
+    reads_old = algorithm.kl.in_reward.coef > 0 or (declared is not None and declared.reads_old_log_probs)
     if reads_old and algorithm.old_log_probs is OldLogProbs.auto and "log_probs" not in case.tokens:
-        yield "old_log_probs", absent("old_log_probs"), "KL in reward, correction or the advantage needs it"
+        yield "old_log_probs", absent("old_log_probs"), "KL in reward or the advantage needs it"
     if name == "remax" and case.greedy_scores is None:
         yield "greedy_score", occupied, "remax needs it"
     if name == "optimal_token_baseline":

@@ -6,6 +6,7 @@ numbers are float64. The functions are those of a run; only the sharding is miss
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,16 @@ from megappo.algo.advantages import (
 )
 from megappo.algo.advantages.base import SequenceInputs, TokenInputs
 from megappo.algo.aggregation import compute_loss_weights
+from megappo.algo.correction import correct
+from megappo.algo.diagnostics import merge_mismatch
 from megappo.algo.errors import AlgorithmInputError
-from megappo.algo.experience import Estimates, estimate, merge_experience_metrics, merge_whitening
+from megappo.algo.experience import (
+    Estimates,
+    correct_and_truncate,
+    estimate,
+    merge_experience_metrics,
+    merge_whitening,
+)
 from megappo.algo.kl import KLCoefficient
 from megappo.algo.losses import (
     PolicyLossBatch,
@@ -89,24 +98,24 @@ class _Inspection:
     def result(self) -> dict[str, Any]:
         rewards = self._token_rewards()
         estimates = None if rewards is None else self._estimates(rewards)
-        advantages = loss_mask = returns = None
+        advantages = returns = None
         output: dict[str, Any] = {"loss": None, "gradient": None, "value_loss": None}
+        loss_mask = self._loss_mask(estimates)
+        self._compare_what_is_not_read()
         if rewards is not None:
             returns = self._returns(rewards, estimates)
         if estimates is not None:
-            loss_mask = estimates.loss_mask
             whitened = whiten(estimates.advantages, merge_whitening([estimates.totals]))
             advantages = np.where(self.case.mask, whitened, 0.0)
             self.metrics |= merge_experience_metrics([estimates.totals])
             output["loss"], output["gradient"] = self._policy_loss(estimates, advantages)
         if returns is not None:
             output["value_loss"] = self._value_loss(returns, loss_mask)
-        mask = self.case.mask if loss_mask is None else loss_mask
         return {
             "token_rewards": self._split(rewards),
             "advantages": self._split(advantages),
             "returns": self._split(returns),
-            "mask": self._split(mask.astype(int)),
+            "mask": self._split(loss_mask.astype(int)),
             **output,
             "metrics": metrics.values(self.metrics),
             "notes": self.notes,
@@ -161,7 +170,7 @@ class _Inspection:
             greedy_scores=case.greedy_scores,
         )
         if case.has_group.any():
-            self.metrics |= group_metrics(inputs)
+            self.metrics |= group_metrics(inputs, self.algorithm)
         if self.algorithm.advantage.name == "gae" and self._given("values") is None:
             self.notes.append("advantages, returns and loss are null: gae, the default, needs `values`")
             return None
@@ -179,6 +188,26 @@ class _Inspection:
             sum_pi_squared=self._given("sum_pi_squared"),
         )
         return estimate(self._rollout_batch(), token_inputs, truncated=case.truncated, algorithm=self.algorithm)
+
+    def _loss_mask(self, estimates: Estimates | None) -> np.ndarray:
+        """Response tokens that take part in the loss, [N] bool; correction needs no advantages, so without them it is
+        made and measured all the same."""
+        if estimates is not None:
+            return estimates.loss_mask
+        corrected = correct_and_truncate(
+            self._rollout_batch(), self._old_log_probs(), truncated=self.case.truncated, algorithm=self.algorithm
+        )
+        self.metrics |= corrected.metrics | merge_mismatch([corrected.mismatch])
+        return corrected.loss_mask
+
+    def _compare_what_is_not_read(self) -> None:
+        """Old log-probs given beside `old_log_probs: rollout` tell how far the two engines are apart, and no more."""
+        given = self.case.tokens.get("old_log_probs")
+        if given is None or self.algorithm.old_log_probs is not OldLogProbs.rollout:
+            return
+        self.notes.append("old_log_probs=rollout: the given old_log_probs are compared with those of the engine only")
+        compared = correct(self._rollout_batch(), given, replace(self.algorithm, old_log_probs=OldLogProbs.recompute))
+        self.metrics |= compared.metrics | merge_mismatch([compared.mismatch])
 
     def _rollout_batch(self) -> RolloutBatch:
         """The case as the engine would have returned it; log-probs that are not given are NaN."""
@@ -251,16 +280,15 @@ class _Inspection:
         )
         return kept.scatter(select_at_once(tokens, self.algorithm, whitening=None), dtype=np.bool_)
 
-    def _value_loss(self, returns: np.ndarray, loss_mask: np.ndarray | None) -> float | None:
+    def _value_loss(self, returns: np.ndarray, loss_mask: np.ndarray) -> float | None:
         values, old = self._given("new_values"), self._given("values")
         if values is None or old is None or "new_values" not in self.case.tokens:
             return None
-        kept = self.case.mask if loss_mask is None else loss_mask
         batch = ValueLossBatch(
             old_values=torch.as_tensor(old),
             returns=torch.as_tensor(returns),
-            loss_mask=torch.as_tensor(kept),
-            loss_weights=self._weights(kept, Aggregation.token_mean),
+            loss_mask=torch.as_tensor(loss_mask),
+            loss_weights=self._weights(loss_mask, Aggregation.token_mean),
         )
         output = compute_value_loss(torch.as_tensor(values), batch, self.algorithm)
         self.metrics |= output.metrics

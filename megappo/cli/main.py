@@ -100,6 +100,20 @@ def _add_inspect(commands: Any) -> None:
     schedule.add_argument("--model", help="config.json (or its folder) of the model, for the cost of attention")
     schedule.set_defaults(command=_inspect_schedule)
 
+    text = "how weights get from the trainer to the engines: buckets, bytes, extra memory, least time"
+    weights = parts.add_parser("weights", help=text, description=text)
+    weights.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES_HELP)
+    speeds = "speed of a route's link in GB/s, for example broadcast=50 ipc=900 disk=2"
+    weights.add_argument("--link-gb-s", nargs="+", default=[], metavar="ROUTE=SPEED", help=speeds)
+    weights.add_argument("--tensors", action="store_true", help="add the table of all tensors to the JSON")
+    weights.set_defaults(command=_inspect_weights)
+
+
+def _inspect_weights(parsed: argparse.Namespace) -> int:
+    from megappo.cli.inspect_weights import inspect_weights
+
+    return inspect_weights(parsed.overrides, link_gb_s=parsed.link_gb_s, with_tensors=parsed.tensors)
+
 
 def _inspect_algorithm(parsed: argparse.Namespace) -> int:
     from megappo.cli.inspect_algorithm import inspect_algorithm

@@ -15,10 +15,11 @@ from megappo.rewards import make_reward
 
 
 class RunData(NamedTuple):
-    """The prompts of a run."""
+    """The prompts of a run, and what turns tokens into text."""
 
     sampler: PromptSampler
     validation: list[Prompt]
+    tokenizer: PreTrainedTokenizerBase
 
 
 def make_data(config: RunConfig, console: RunConsole) -> RunData:
@@ -40,7 +41,7 @@ def make_data(config: RunConfig, console: RunConsole) -> RunData:
         seed=config.seed,
         shuffle=config.data.shuffle,
     )
-    return RunData(sampler, validation)
+    return RunData(sampler, validation, tokenizer)
 
 
 def _load(

@@ -10,14 +10,13 @@ from megappo.cluster.session import Session
 from megappo.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from megappo.config.cluster import DeviceKind
 from megappo.config.model import RandomModelConfig
+from megappo.config.rules import check_sft_device
 from megappo.config.run import RunConfig
-from megappo.config.training_rules import fp8_has_what_it_needs
 from megappo.controller.sft import SftStep, run_sft
 from megappo.data.prompts import load_prompts
-from megappo.data.sources import read_rows
+from megappo.data.starting_tokenizer import starting_tokenizer
 from megappo.data.supervised import supervised_pairs
-from megappo.data.tokenizer import character_tokenizer, load_tokenizer
-from megappo.data.types import Row
+from megappo.data.tokenizer import load_tokenizer
 from megappo.device.backend import resolve_backend
 from megappo.errors import ConfigError
 from megappo.models.random_model import make_random_model
@@ -32,7 +31,7 @@ def sft(config: RunConfig) -> int:
     """Run the supervised training; returns 0. Raises MegappoError when it cannot be done."""
     backend = resolve_backend(config.cluster.device)
     config = replace(config, cluster=replace(config.cluster, device=DeviceKind(backend.kind)))
-    if violations := fp8_has_what_it_needs(config):
+    if violations := check_sft_device(config):
         raise ConfigError(violations)
     output = Path(config.sft.output)
     (output / "logs").mkdir(parents=True, exist_ok=True)
@@ -83,18 +82,9 @@ def supervised_config(config: RunConfig, start: str) -> RunConfig:
 
 
 def make_start(config: RunConfig, shape: RandomModelConfig, folder: Path) -> Path:
-    """Make the random starting model; its tokenizer has the characters of all training and validation rows."""
-    sources = [source for source in (config.data.train, config.data.validation) if source is not None]
-    characters = {character for source in sources for row in read_rows(source) for character in _text(row)}
-    make_random_model(shape, tokenizer=character_tokenizer(characters), seed=config.seed, output=str(folder))
+    """Make the random starting model."""
+    make_random_model(shape, tokenizer=starting_tokenizer(config.data), seed=config.seed, output=str(folder))
     return folder
-
-
-def _text(row: Row) -> str:
-    """Return everything a row will be tokenised from."""
-    question = row.question
-    asked = question if isinstance(question, str) else "".join(str(message["content"]) for message in question)
-    return asked + (row.answer or "")
 
 
 def show_step(console: RunConsole, step: SftStep, max_steps: int) -> None:

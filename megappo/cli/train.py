@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,8 +22,10 @@ from megappo.config.run import RunConfig
 from megappo.config.store import resolved_yaml
 from megappo.controller.evaluate import evaluate
 from megappo.controller.loop import PPOController
+from megappo.controller.parity import ParitySink
 from megappo.controller.step import Components
 from megappo.controller.throughput import ModelThroughput, StepThroughput, make_throughput
+from megappo.data.tokenizer import decode_response
 from megappo.data.types import Prompt
 from megappo.device.backend import Backend, resolve_backend
 from megappo.errors import ConfigError, MegappoError
@@ -101,7 +104,7 @@ def _run(  # the composition root names every part
     data: RunData,
 ) -> None:
     """Start the processes, run the loop and stop them."""
-    with Session(config, backend=backend, log_dir=directory.logs, report=console.phase) as session:
+    with Session(config, backend=backend, log_dir=directory.logs, report=console.phase, note=console.note) as session:
         session.start_training()
         model = read_config(Path(config.model.path))
         parts = Components(
@@ -115,6 +118,11 @@ def _run(  # the composition root names every part
             kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
             workload=workload_of_model(model),
             throughput=_throughput(config, session, model),
+            parity=ParitySink(
+                folder=directory.parity,
+                warn=console.note,
+                decode=partial(decode_response, data.tokenizer),
+            ),
         )
         controller = PPOController(
             parts, validation=data.validation, checkpoint_dir=directory.checkpoints.resolve(), observer=observer

@@ -10,6 +10,7 @@ import ray
 from megappo.algo.experience import ExperienceTotals, RewardTotals
 from megappo.algo.selection import SelectionMoments
 from megappo.balance.layout import RankLayout
+from megappo.batch.fields import concat
 from megappo.batch.refs import Ref
 from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, TokenField
@@ -53,6 +54,8 @@ class TrainingGroup:
         self._timeout_s = config.cluster.call_timeout_s
         self._log_paths = [log_dir / f"{role}-{rank}.log" for rank in range(len(slots))]
         self._places = ["starting"] * len(slots)
+        self.num_updates = 0
+        """Update phases begun: by then the weights are others."""
         self.workers: list[Any] = []
         for rank, slot in enumerate(slots):
             spec = WorkerSpec(role=role, rank=rank, world_size=len(slots), log_path=self._log_paths[rank])
@@ -119,6 +122,7 @@ class TrainingGroup:
 
     def update(self, experience: Sequence[Ref[Experience]], requests: Sequence[UpdateRequest]) -> Metrics:
         """Run the update phase; metrics of all output ranks merged."""
+        self.num_updates += 1
         calls = []
         for rank in range(len(self.workers)):
             data_rank = self.data_rank(rank)
@@ -209,6 +213,10 @@ class ActorGroup(TrainingGroup):
             call = self.batch_call(shards, data_rank)
             calls.append(self.call(self.output_rank(data_rank), method, call, **mine, **kwargs))
         return [pair for pairs in gather(calls, phase=method, timeout_s=self._timeout_s) for pair in pairs]
+
+    def read_sequences(self, experience: Sequence[Ref[Experience]], sequence_ids: Sequence[int]) -> Experience:
+        """A few sequences, in any order."""
+        return concat(cast(list[Experience], self._shard_call("read_sequences", experience, list(sequence_ids))))
 
     def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:
         """Moments of each shard's loss tokens."""

@@ -1,26 +1,35 @@
-"""One rollout engine in a process of its own, and the sampled tokens it keeps until they are packed."""
+"""One rollout engine in a process of its own. Everything it samples leaves with the answer to its call: what it has
+sampled outlives it."""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
-from megappo.batch.fields import offsets_of
+from megappo.batch.fields import concat, offsets_of, select
 from megappo.batch.stages import RolloutBatch
-from megappo.cluster.runtime import describe_process
+from megappo.cluster.runtime import describe_process, node_address
 from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, SequenceInfo
 from megappo.observability.logging import redirect_process_output
 from megappo.rewards.types import Sample
-from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, RolloutEngine, WeightGroup
-from megappo.weight_sync.push import StageSource, push_weights
+from megappo.rollout.dispatch import Progress
+from megappo.rollout.engine import (
+    EngineSpec,
+    FinishReason,
+    GenerateRequest,
+    GroupOutput,
+    RolloutEngine,
+    SampledResponse,
+    WeightGroup,
+)
+from megappo.weight_sync.receive import Load, Reception
+from megappo.weights.checksums import HeldTensor
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -36,17 +45,26 @@ class HostSpec:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class _Stored:
-    """A sampled sequence as its engine returned it."""
+class GroupReport:
+    """What the driver reads of a group that came back."""
 
-    group_id: int
-    prompt: list[int]
-    response: list[int]
-    log_probs: list[float]
+    progress: Progress
+    sequences: list[SequenceInfo]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GenerateCall:
+    """What is asked of an engine in one call."""
+
+    draws: list[Draw]
+    begun: list[int]
+    """Positions of the draws that go on; what they have comes as further arguments, in this order."""
+    sampling: SamplingConfig
+    seed: int
 
 
 class RolloutHost:
-    """Ray actor body: starts the engine, generates, keeps tokens, receives weights. All methods are coroutines."""
+    """Ray actor body: starts the engine, generates, receives weights. All methods are coroutines."""
 
     def __init__(self, spec: HostSpec, config: RunConfig) -> None:
         redirect_process_output(spec.log_path)
@@ -56,10 +74,9 @@ class RolloutHost:
         self.spec = spec
         self.config = config
         self._engine_made = False
-        self._stored: dict[int, _Stored] = {}
 
-    async def start(self) -> None:
-        """Load the tokenizer and start the engine; returns when it answers."""
+    async def start(self) -> int | None:
+        """Load the tokenizer and start the engine; returns, when it answers, how many sequences it runs at once."""
         from megappo.data.tokenizer import load_tokenizer
         from megappo.rollout import ENGINES
 
@@ -73,118 +90,162 @@ class RolloutHost:
                 seed=self.config.seed,
                 log_path=self.spec.engine_log_path,
                 weight_timeout_s=self.config.weight_sync.timeout_s,
+                pause=self.config.weight_sync.pause,
+                address=node_address(self.config.cluster),
             )
         )
         self._engine_made = True
         await self._engine.start()
+        return self._engine.at_once
 
     async def identity(self) -> str:
         """Return where this process runs."""
         return describe_process()
 
-    async def generate(
-        self, draws: Sequence[Draw], sampling: SamplingConfig, seed: int
-    ) -> AsyncIterator[list[SequenceInfo] | list[Sample]]:
-        """Yield two objects per finished group: its metadata, then its texts. The tokens stay here.
+    async def health(self) -> None:
+        """Return if the engine is well."""
+        await self._engine.health()
 
-        Two objects, so that the driver reads one and passes the other on unread; a reference inside a streamed
-        object would be freed before the driver sees it.
+    async def abort(self) -> None:
+        """End all groups under way; their calls answer with what they have."""
+        await self._engine.abort()
+
+    async def generate(self, call: GenerateCall, *begun: list[SampledResponse]) -> list[Any]:
+        """Answer with three objects per draw, in order: its report, its texts, and its tokens (a RolloutBatch, or of a
+        group that was aborted what it has so far).
+
+        Objects of their own, so that the driver reads the first and passes the others on unread.
         """
-        by_group = {draw.group_id: draw for draw in draws}
+        begun_of = dict(zip(call.begun, begun, strict=True))
         requests = [
             GenerateRequest(
                 group_id=draw.group_id,
                 prompt_tokens=draw.prompt.tokens,
                 num_samples=len(draw.sequence_ids),
                 greedy=draw.greedy,
+                begun=begun_of.get(position, []),
+                row=draw.prompt.row,
             )
-            for draw in draws
+            for position, draw in enumerate(call.draws)
         ]
-        async for output in self._engine.generate(requests, sampling, seed=seed):
-            sequences, samples = self._finish(by_group[output.group_id], output)
-            yield sequences
-            yield samples
+        outputs = {
+            output.group_id: output async for output in self._engine.generate(requests, call.sampling, seed=call.seed)
+        }
+        answer: list[Any] = []
+        for draw, request in zip(call.draws, requests):
+            output = outputs[draw.group_id]
+            answer += [_report(draw, request, output), self._texts(draw, output), _tokens(draw, output)]
+        return answer
 
-    def _finish(self, draw: Draw, output: GroupOutput) -> tuple[list[SequenceInfo], list[Sample]]:
-        """Keep the tokens of a finished group; returns its metadata and its texts."""
+    def _texts(self, draw: Draw, output: GroupOutput) -> list[Sample]:
         from megappo.data.tokenizer import decode_response
 
-        sequences: list[SequenceInfo] = []
-        samples: list[Sample] = []
-        for sequence_id, response in zip(draw.sequence_ids, output.responses, strict=True):
-            self._stored[sequence_id] = _Stored(
-                group_id=draw.group_id,
-                prompt=draw.prompt.tokens,
-                response=response.tokens,
-                log_probs=response.log_probs,
+        return [
+            Sample(
+                prompt=draw.prompt.text,
+                response=decode_response(self._tokenizer, response.tokens),
+                answer=draw.prompt.answer,
+                finish_reason=response.finish_reason.value,
+                source=draw.prompt.source,
+                extra=draw.prompt.extra,
             )
-            sequences.append(
-                SequenceInfo(
-                    sequence_id=sequence_id,
-                    group_id=draw.group_id,
-                    prompt_tokens=len(draw.prompt.tokens),
-                    response_tokens=len(response.tokens),
-                    finish_reason=response.finish_reason.value,
-                    policy_version=output.policy_version,
-                    row=draw.prompt.row,
-                )
-            )
-            samples.append(
-                Sample(
-                    prompt=draw.prompt.text,
-                    response=decode_response(self._tokenizer, response.tokens),
-                    answer=draw.prompt.answer,
-                    finish_reason=response.finish_reason.value,
-                    source=draw.prompt.source,
-                    extra=draw.prompt.extra,
-                )
-            )
-        return sequences, samples
+            for response in output.responses
+        ]
 
-    async def pack(self, shards: list[list[int]], forget: list[int]) -> list[Any]:
-        """Put this engine's part of every shard into the object store (None where it has none); forget those sequences
-        and those to forget."""
-        pieces = []
-        for wanted in shards:
-            mine = [sequence_id for sequence_id in wanted if sequence_id in self._stored]
-            pieces.append(ray.put(self._pack(mine)) if mine else None)
-        for sequence_id in (*forget, *(sequence_id for shard in shards for sequence_id in shard)):
-            self._stored.pop(sequence_id, None)
-        return pieces
+    async def pack(self, shards: list[list[int]], *groups: RolloutBatch) -> list[Any]:
+        """Cut groups into shards of sequences: one RolloutBatch per shard, after a first object that is None."""
+        sampled = concat(groups)
+        position = {int(sequence_id): index for index, sequence_id in enumerate(sampled.sequence_ids)}
+        return [None, *(select(sampled, [position[sequence_id] for sequence_id in shard]) for shard in shards)]
 
-    def _pack(self, sequence_ids: list[int]) -> RolloutBatch:
-        stored = [self._stored[sequence_id] for sequence_id in sequence_ids]
-        tokens = [token for sequence in stored for token in (*sequence.prompt, *sequence.response)]
-        log_probs = [value for sequence in stored for value in (*(0.0,) * len(sequence.prompt), *sequence.log_probs)]
-        parts = [length for sequence in stored for length in (len(sequence.prompt), len(sequence.response))]
-        batch = RolloutBatch(
-            offsets=offsets_of([len(sequence.prompt) + len(sequence.response) for sequence in stored]),
-            tokens=np.array(tokens, dtype=np.int32),
-            response_mask=np.repeat(np.tile(np.array([False, True]), len(stored)), parts),
-            rollout_log_probs=np.array(log_probs, dtype=np.float32),
-            sequence_ids=np.array(sequence_ids, dtype=np.int64),
-            group_ids=np.array([sequence.group_id for sequence in stored], dtype=np.int64),
-        )
-        batch.validate()
-        return batch
+    async def node(self) -> str:
+        """Return the address of its machine."""
+        return node_address(self.config.cluster)
 
     async def join_weight_group(self, group: WeightGroup) -> None:
-        """Join the weight group of one pipeline stage."""
+        """Join the weight group of one source."""
         await self._engine.join_weight_group(group)
 
-    async def receive_weights(self, stages: list[StageSource], version: int) -> None:
-        """Receive all buckets of all stages as `version`."""
-        await push_weights([self._engine], stages, version, timeout_s=self.config.weight_sync.timeout_s)
+    async def leave_weight_group(self, name: str) -> None:
+        """Leave a weight group; what waits in it fails."""
+        await self._engine.leave_weight_group(name)
+
+    async def held_tensors(self) -> list[HeldTensor]:
+        """Return the tensors whose checksums the engine can tell."""
+        return await self._engine.held_tensors()
+
+    async def begin_weights(self, version: int) -> None:
+        """Open the hand-over of a version, also after one that failed."""
+        self._reception = Reception(self._engine, version, timeout_s=self.config.weight_sync.timeout_s)
+        await self._reception.begin()
+
+    async def load_weights(self, loads: list[Load]) -> None:
+        """Receive buckets of the hand-over."""
+        await self._reception.load(loads)
+
+    async def close_weights(self, sent: dict[str, str]) -> None:
+        """Compare the checksums of what was sent, and take the version."""
+        await self._reception.close(sent)
 
     async def sleep(self) -> None:
         """Release what the engine can release."""
         await self._engine.sleep()
 
-    async def wake(self) -> None:
-        """Take it back."""
-        await self._engine.wake()
+    async def wake_weights(self) -> None:
+        """Take back the memory of the weights."""
+        await self._engine.wake_weights()
+
+    async def wake_cache(self) -> None:
+        """Take back the rest."""
+        await self._engine.wake_cache()
 
     async def stop(self) -> None:
         """End the engine."""
         if self._engine_made:
             await asyncio.wait_for(self._engine.stop(), timeout=5.0)
+
+
+def _report(draw: Draw, request: GenerateRequest, output: GroupOutput) -> GroupReport:
+    """Return the metadata of a group."""
+    before = [len(response.tokens) for response in request.begun] or [0] * request.num_samples
+    new = [len(response.tokens) - had for response, had in zip(output.responses, before, strict=True)]
+    return GroupReport(
+        progress=Progress(new_tokens=sum(new), longest_new=max(new), finished=_is_finished(output)),
+        sequences=[
+            SequenceInfo(
+                sequence_id=sequence_id,
+                group_id=draw.group_id,
+                prompt_tokens=len(draw.prompt.tokens),
+                response_tokens=len(response.tokens),
+                finish_reason=response.finish_reason.value,
+                policy_version=min((span.version for span in response.versions), default=output.policy_version),
+                row=draw.prompt.row,
+            )
+            for sequence_id, response in zip(draw.sequence_ids, output.responses, strict=True)
+        ],
+    )
+
+
+def _is_finished(output: GroupOutput) -> bool:
+    return all(response.finish_reason is not FinishReason.abort for response in output.responses)
+
+
+def _tokens(draw: Draw, output: GroupOutput) -> RolloutBatch | list[SampledResponse]:
+    """Return a finished group as a batch, one that was aborted as its responses so far."""
+    if not _is_finished(output):
+        return output.responses
+    prompt, responses = draw.prompt.tokens, output.responses
+    parts = [length for response in responses for length in (len(prompt), len(response.tokens))]
+    batch = RolloutBatch(
+        offsets=offsets_of([len(prompt) + len(response.tokens) for response in responses]),
+        tokens=np.array([token for response in responses for token in (*prompt, *response.tokens)], dtype=np.int32),
+        response_mask=np.repeat(np.tile(np.array([False, True]), len(responses)), parts),
+        rollout_log_probs=np.array(
+            [value for response in responses for value in (*(0.0,) * len(prompt), *response.log_probs)],
+            dtype=np.float32,
+        ),
+        sequence_ids=np.array(draw.sequence_ids, dtype=np.int64),
+        group_ids=np.full(len(responses), draw.group_id, dtype=np.int64),
+    )
+    batch.validate()
+    return batch

@@ -1,23 +1,35 @@
-"""All rollout engines as one client: prompts are dealt over them, groups come back as they finish."""
+"""All rollout engines as one client: prompts are dealt over them, groups come back as they finish, and engines that
+fail are replaced (`cluster.recovery`) while their prompts go on (`cluster.generation`)."""
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
 from megappo.batch.refs import Ref
+from megappo.cluster.engine_keeper import EngineKeeper, EngineState
+from megappo.cluster.generation import Generation, Job, NeedsWeights
+from megappo.cluster.kept_tokens import KeptTokens
 from megappo.cluster.placement import Slot
-from megappo.cluster.rollout_host import HostSpec, RolloutHost
-from megappo.cluster.runtime import Call, describe_failure, gather
+from megappo.cluster.recovery import EngineRecovery
+from megappo.cluster.runtime import Call, gather
 from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, FinishedGroup, Shard
-from megappo.rollout.engine import WeightGroup
+from megappo.errors import EngineError, MegappoError, WorkerError
+from megappo.observability.logging import get_logger
+from megappo.observability.metrics import Metrics
+from megappo.rollout.usage import UsageMeter
 
-_STARTING = "starting"
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
 _STOP_S = 5.0
 """Longest wait for engines to end by themselves."""
 
@@ -30,28 +42,48 @@ class _DeviceHolder:
 
 
 class RolloutPool:
-    """The engines of a run (port: RolloutClient)."""
+    """The engines of a run (port: RolloutClient).
 
-    def __init__(self, config: RunConfig, *, slots: Sequence[Slot], device: DeviceKind, log_dir: Path) -> None:
+    What concerns engines and their prompts happens on one event loop in a thread of its own, so that several threads
+    may generate at once and engines are watched and restarted meanwhile.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        slots: Sequence[Slot],
+        device: DeviceKind,
+        log_dir: Path,
+        note: Callable[[str], None] = logger.info,
+    ) -> None:
+        """Begin to start the engines. `note` is told, from any thread, of engines that fail and come back."""
         self._config = config
-        self._log_paths: list[tuple[Path, Path]] = []
-        self._hosts: list[Any] = []
-        self._places: list[str] = []
+        self._restarts_wait = device is DeviceKind.cuda
+        """Whether no engine may be started while the pool sleeps: its devices are in use."""
         self._holders: list[Any] = []
         width = config.rollout.tensor
-        for index in range(config.rollout.num_engines):
-            mine = slots[index * width : (index + 1) * width]
-            engine_log = log_dir / f"engine-{index}.log"
-            spec = HostSpec(
-                index=index,
-                log_path=log_dir / f"rollout-{index}.log",
-                engine_log_path=engine_log,
-                device=device,
-                visible_devices=self._reserve(mine) if device is DeviceKind.cuda else [],
+        self._keepers: list[EngineKeeper] = []
+        shares = [slots[index * width : (index + 1) * width] for index in range(config.rollout.num_engines)]
+        devices = [self._reserve(mine) if device is DeviceKind.cuda else [] for mine in shares]
+        for index, (mine, own) in enumerate(zip(shares, devices)):
+            # An engine uses the first ones; memory that the trainer shares may be on any of them.
+            others = [other for share in devices for other in share if config.weight_sync.transport == "ipc"]
+            visible = list(dict.fromkeys([*own, *others]))
+            self._keepers.append(
+                EngineKeeper(config, index=index, slot=mine[0], visible_devices=visible, device=device, log_dir=log_dir)
             )
-            self._log_paths.append((engine_log, spec.log_path))
-            self._places.append(_STARTING)
-            self._hosts.append(ray.remote(RolloutHost).options(**mine[0].options()).remote(spec, config))
+        self._kept = KeptTokens()
+        self._meter = UsageMeter()
+        self._restore: Callable[[int], None] = lambda _engine: None
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._recovery = EngineRecovery(config, self._keepers, meter=self._meter, note=note, spawn=self._spawn)
+        self._generation = Generation(
+            config, self._keepers, kept=self._kept, meter=self._meter, recovery=self._recovery, spawn=self._spawn
+        )
+        self._recovery.user = self._generation
+        threading.Thread(target=self._loop.run_forever, name="rollout-pool", daemon=True).start()
 
     def _reserve(self, slots: Sequence[Slot]) -> list[str]:
         """Hold all devices of one engine; returns their ids."""
@@ -68,105 +100,212 @@ class RolloutPool:
         self._holders += holders
         return ids
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all engines in a weight group."""
-        return self._config.rollout.tensor * len(self._hosts)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background, from the event loop."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the rollout pool failed", exc_info=error)
+            self._generation.end(EngineError(f"the rollout pool failed: {type(error).__name__}: {error}"))
+
+    def _run(self, work: Callable[[], T]) -> T:
+        """Call a function on the event loop and return its result."""
+
+        async def call() -> T:
+            return work()
+
+        return self._wait(call())
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # Start, and what a hand-over needs
+
+    def start(self) -> list[Call]:
+        """Start all engines; returns the calls to pass to `finish_start`."""
+        calls = [keeper.call("identity") for keeper in self._keepers]
+        places = gather(calls, phase="start", timeout_s=self._config.cluster.start_timeout_s)
+        for keeper, place in zip(self._keepers, places):
+            keeper.place = place
+        return [keeper.call("start") for keeper in self._keepers]
+
+    def finish_start(self, calls: Sequence[Call], *, timeout_s: float) -> None:
+        """Wait for the engines to answer; they take prompts once they have weights. Raises what `gather` raises."""
+        at_once = gather(calls, phase="start", timeout_s=timeout_s)
+        for keeper, sequences in zip(self._keepers, at_once):
+            self._run(lambda index=keeper.index, sequences=sequences: self._recovery.started(index, sequences))
+
+    def restore_with(self, restore: Callable[[int], None]) -> None:
+        """Name the function that brings one engine to the weights of the last hand-over."""
+        self._restore = restore
+
+    def in_service(self) -> list[int]:
+        """Return the engines that take part in a hand-over."""
+        return [keeper.index for keeper in self._keepers if keeper.in_service]
+
+    def life(self, engine: int) -> int:
+        """Return the number of an engine's process: another one knows nothing of groups joined before."""
+        return self._keepers[engine].life
+
+    def admit(self, engines: Sequence[int]) -> None:
+        """Let engines take prompts, since they have the weights of the last hand-over."""
+        self._run(lambda: self._recovery.admit(engines))
+
+    def quarantine(self, engine: int, reason: str) -> None:
+        """Take an engine that is in service out of it; it is started anew as `rollout.recovery` says."""
+        keeper = self._keepers[engine]
+        if keeper.in_service:
+            named = reason if reason.startswith(keeper.name) else f"{keeper.name}: {reason}"
+            self._fail(keeper, keeper.life, EngineError(named))
+
+    def _fail(self, keeper: EngineKeeper, life: int, error: MegappoError) -> None:
+        self._run(lambda: self._recovery.fail(keeper.index, error, life=life))
+
+    def revive(self) -> None:
+        """Wait until an engine is in service. Raises EngineError if none will be."""
+        self._wait(self._recovery.wait_in_service())
 
     def calls(self, method: str, *args: Any) -> list[Call]:
-        """Start one method on every engine host."""
-        return [self.call(index, method, *args) for index in range(len(self._hosts))]
+        """Start one method on the host of every engine in service."""
+        return [self.call(index, method, *args) for index in self.in_service()]
 
     def call(self, index: int, method: str, *args: Any) -> Call:
         """Start one method on one engine host."""
-        ref = getattr(self._hosts[index], method).remote(*args)
-        return Call(ref=ref, worker=self._name(index), log_paths=self._log_paths[index])
+        return self._keepers[index].call(method, *args)
 
-    def _name(self, index: int) -> str:
-        return f"rollout engine {index} ({self._places[index]})"
+    # The client
 
-    def start(self) -> list[Call]:
-        """Start all engines; returns the calls to wait for."""
-        timeout_s = self._config.cluster.start_timeout_s
-        self._places = gather(self.calls("identity"), phase="start", timeout_s=timeout_s)
-        return self.calls("start")
-
-    def generate(self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int) -> Iterator[FinishedGroup]:
-        """Deal the draws over the engines and yield groups as they finish.
+    def generate(
+        self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int, wanted: int | None = None
+    ) -> Iterator[FinishedGroup]:
+        """Deal the draws over the engines and yield groups as they finish; see the port. Several threads may do so.
 
         Raises:
-            EngineError: an engine died, raised, or yielded nothing for rollout.request_timeout_s.
+            EngineError: no engine is left, or `rollout.recovery.max_restarts` is 0 and one failed.
+            RequestError: no engine can answer one of the prompts.
         """
-        streams: dict[Any, int] = {}
-        for index, host in enumerate(self._hosts):
-            mine = list(draws[index :: len(self._hosts)])
-            if mine:
-                stream = host.generate.options(num_returns="streaming").remote(mine, sampling, seed + index)
-                streams[stream] = index
-        # The engine's own deadline comes first and says more; this one catches a host that answers nothing at all.
-        timeout_s = self._config.rollout.request_timeout_s + 30.0
-        while streams:
-            ready, _ = ray.wait(list(streams), num_returns=1, timeout=timeout_s)
-            if not ready:
-                index = next(iter(streams.values()))
-                raise self._failure(TimeoutError(f"no group finished within {timeout_s:.0f} s"), index)
-            stream: Any = ready[0]
-            try:
-                sequences = ray.get(next(stream))
-                yield FinishedGroup(sequences=sequences, samples=next(stream))
-            except StopIteration:
-                del streams[stream]
-            except RayError as error:
-                raise self._failure(error, streams[stream]) from None
+        for engine in self._run(self._generation.claim_fresh):
+            self._give_weights(engine)
+        job = self._run(lambda: self._generation.open(draws, sampling, seed=seed, wanted=wanted))
+        try:
+            yield from self._read(job)
+        except GeneratorExit:
+            self._wait(self._generation.close(job))
+            raise
 
-    def _failure(self, error: Exception, index: int) -> Exception:
-        call = Call(ref=None, worker=self._name(index), log_paths=self._log_paths[index])
-        return describe_failure(error, call=call, phase="generate")
+    def _read(self, job: Job) -> Iterator[FinishedGroup]:
+        while (message := job.outbox.get()) is not None:
+            if isinstance(message, MegappoError):
+                raise message
+            if isinstance(message, NeedsWeights):
+                self._give_weights(message.engine)
+            else:
+                yield message
+
+    def _give_weights(self, engine: int) -> None:
+        """Bring an engine that was restarted to the weights of the last hand-over, and let it take prompts."""
+        keeper = self._keepers[engine]
+        life = keeper.life
+        try:
+            self._restore(engine)
+        except (EngineError, WorkerError) as error:
+            self._fail(keeper, life, error)
+        else:
+            self.admit([engine])
 
     def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
         """Cut sampled sequences into shards; the engines forget them, and those to `forget`."""
-        wanted = [list(shard) for shard in shards]
-        per_engine = gather(
-            self.calls("pack", wanted, list(forget)), phase="pack", timeout_s=self._config.rollout.request_timeout_s
-        )
-        packed = []
-        for position, sequence_ids in enumerate(wanted):
-            pieces: list[Ref[Any]] = [refs[position] for refs in per_engine if refs[position] is not None]
-            packed.append(Shard(sequence_ids=sequence_ids, pieces=pieces))
+        packed = [Shard(sequence_ids=list(sequence_ids), pieces=[]) for sequence_ids in shards]
+        if any(packed_shard.sequence_ids for packed_shard in packed):
+            while (pieces := self._cut(shards)) is None:
+                self.revive()
+            for number, ref in pieces:
+                packed[number].pieces.append(ref)
+        self._kept.forget(forget)
+        for sequence_ids in shards:
+            self._kept.forget(sequence_ids)
         return packed
 
-    def join_weight_group(self, *, name: str, address: str, port: int, backend: str) -> list[Call]:
-        """Have all engines join a weight group whose rank 0 is a trainer; returns the calls to wait for."""
-        width = self._config.rollout.tensor
-        return [
-            self.call(
-                index,
-                "join_weight_group",
-                WeightGroup(
-                    name=name,
-                    address=address,
-                    port=port,
-                    world_size=1 + self.num_ranks,
-                    rank_offset=1 + index * width,
-                    backend=backend,
-                ),
-            )
-            for index in range(len(self._hosts))
-        ]
+    def _cut(self, shards: Sequence[Sequence[int]]) -> list[tuple[int, Ref[Any]]] | None:
+        """Have each engine cut the groups near it into shards. Returns (number of the shard, piece); None after a
+        failure, which took the engine out of service."""
+        engines = self.in_service()
+        if not engines:
+            return None
+        pieces: list[tuple[int, Ref[Any]]] = []
+        done: list[tuple[EngineKeeper, Call]] = []
+        for engine, (parts, groups) in self._kept.by_engine(shards, engines).items():
+            keeper = self._keepers[engine]
+            first, *refs = keeper.host.pack.options(num_returns=1 + len(parts)).remote(list(parts.values()), *groups)
+            done.append((keeper, Call(ref=first, worker=keeper.name, log_paths=keeper.log_paths)))
+            pieces += zip(parts, refs)
+        return pieces if self._gather_each(done, "pack", self._config.rollout.request_timeout_s) else None
+
+    def _gather_each(self, calls: Sequence[tuple[EngineKeeper, Call]], phase: str, timeout_s: float) -> bool:
+        """Wait for calls to engines; one that fails is taken out of service. Returns whether all were answered."""
+        lives = [keeper.life for keeper, _ in calls]
+        well = True
+        for (keeper, call), life in zip(calls, lives):
+            try:
+                gather([call], phase=phase, timeout_s=timeout_s)
+            except (EngineError, WorkerError) as error:
+                self._fail(keeper, life, error)
+                well = False
+        if self._recovery.broken is not None:
+            raise self._recovery.broken
+        return well
 
     def sleep(self) -> None:
         """Release engine memory for training."""
-        gather(self.calls("sleep"), phase="sleep", timeout_s=self._config.weight_sync.timeout_s)
+        self._recovery_may_start(not self._restarts_wait)
+        self._change_memory("sleep")
 
-    def wake(self) -> None:
-        """Take it back."""
-        gather(self.calls("wake"), phase="wake", timeout_s=self._config.weight_sync.timeout_s)
+    def wake_weights(self) -> None:
+        """Take back the memory of the weights."""
+        self._change_memory("wake_weights")
+
+    def wake_cache(self) -> None:
+        """Take back the rest; from now on engines may be started again."""
+        self._change_memory("wake_cache")
+        self._recovery_may_start(True)
+
+    def _recovery_may_start(self, allowed: bool) -> None:
+        self._run(lambda: self._recovery.allow_starts(allowed))
+
+    def _change_memory(self, method: str) -> None:
+        start = time.perf_counter()
+        calls = [(keeper, keeper.call(method)) for keeper in self._keepers if keeper.in_service]
+        self._gather_each(calls, method, self._config.weight_sync.timeout_s)
+        logger.info("%s: %d engines, %.3f s", method, len(calls), time.perf_counter() - start)
+
+    def take_metrics(self) -> Metrics:
+        """Return how the engines were used since the last call: `rollout/goodput_tokens_per_s`, idle shares, retries,
+        restarts."""
+        return self._run(lambda: self._meter.take(time.monotonic()))
+
+    async def _end_loop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.stop()
 
     def stop(self) -> None:
         """End all engines; a host that does not answer is killed with its engine."""
+        asyncio.run_coroutine_threadsafe(self._end_loop(), self._loop)
         # A host that has not answered yet is still importing and would not hear us; it has started nothing either.
-        stops = [host.stop.remote() for host, place in zip(self._hosts, self._places) if place != _STARTING]
+        stops = [
+            keeper.host.stop.remote()
+            for keeper in self._keepers
+            if keeper.place and keeper.state not in (EngineState.down, EngineState.lost)
+        ]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_STOP_S)
-        for worker in (*self._hosts, *self._holders):
-            ray.kill(worker)
+        for keeper in self._keepers:
+            ray.kill(keeper.host)
+        for holder in self._holders:
+            ray.kill(holder)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
@@ -36,43 +37,94 @@ class Call:
     """Its logs, the most telling one first."""
 
 
+def node_address(cluster: ClusterConfig) -> str:
+    """Return where processes of this machine listen for those of the run: at loopback where all of them are here."""
+    return "127.0.0.1" if cluster.address is None else ray.util.get_node_ip_address()
+
+
 def describe_process() -> str:
     """Return where this process runs, for messages: `pid 17 on 10.0.0.1`."""
     return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
 
 def start_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
-    """Connect to the configured Ray cluster, or start Ray on this machine with `num_cpus` logical CPUs."""
+    """Connect to the configured Ray cluster, or start Ray on this machine with `num_cpus` logical CPUs.
+
+    Raises:
+        WorkerError: no cluster answers, or Ray did not start here, twice.
+    """
     terminate = signal.getsignal(signal.SIGTERM)
     try:
-        _init_ray(cluster, num_cpus=num_cpus)
-    except ConnectionError as error:
-        raise WorkerError(
-            f"cluster.address={cluster.address}: no Ray cluster answers there: {error} "
-            "(start one with `ray start --head`, or leave the key out)"
-        ) from error
+        if cluster.address is None:
+            _start_own_ray(cluster, num_cpus=num_cpus)
+        else:
+            _connect(cluster.address)
     finally:
         # ray.init puts in a handler that exits the process; a run must get to say what was saved.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)
 
 
-def _init_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
-    if cluster.address is not None:
-        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-        return
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError as error:
+        raise WorkerError(
+            f"cluster.address={address}: no Ray cluster answers there: {error} "
+            "(start one with `ray start --head`, or leave the key out)"
+        ) from error
+
+
+def _start_own_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
+    """Start Ray, at the second try if need be: its processes wait 30 s for each other, which a busy machine may miss
+    (ray/_private/node.py:428,1405)."""
     # A Ray of our own listens on loopback and ends with this process; its token authentication only adds a warning.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local",  # never a cluster that happens to run here
-        num_cpus=cluster.num_cpus or num_cpus,
-        include_dashboard=False,
-        object_store_memory=cluster.object_store_bytes,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
+    # All is on this machine, so that collectives listen on loopback, too.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    first = _try_to_start(cluster, num_cpus=num_cpus)
+    if first is None:
+        return
+    logger.warning("Ray did not start, trying once more: %s", first)
+    if (second := _try_to_start(cluster, num_cpus=num_cpus)) is not None:
+        raise WorkerError(
+            f"Ray did not start on this machine, nor at a second try: {second} (is it short of CPUs, memory or disk? "
+            "Ray's own logs are in /tmp/ray/session_latest/logs; one that `ray start --head` has started is used with "
+            "cluster.address=127.0.0.1:6379)"
+        ) from second
+
+
+def _try_to_start(cluster: ClusterConfig, *, num_cpus: int) -> Exception | None:
+    """Return None once Ray runs, or why it does not; then none of its processes is left."""
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        ray.init(
+            address="local",  # never a cluster that happens to run here
+            num_cpus=cluster.num_cpus or num_cpus,
+            include_dashboard=False,
+            object_store_memory=cluster.object_store_bytes,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # whatever the start of a foreign program may raise; Ray has no class of its own for it
+        # Ray gives up on what it has started, and that would go on.
+        end_processes(list(set(psutil.Process().children(recursive=True)) - before), grace_s=0.0)
+        return error
+    return None
+
+
+def end_processes(processes: list[psutil.Process], *, grace_s: float) -> None:
+    """Kill what is still alive after `grace_s` (Ray's own processes end by themselves in that time)."""
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    psutil.wait_procs(alive, timeout=max(grace_s, 1.0))
 
 
 def gather(calls: Sequence[Call], *, phase: str, timeout_s: float) -> list[Any]:
@@ -107,13 +159,13 @@ def _explain(calls: Sequence[Call], phase: str) -> MegappoError:
         except GetTimeoutError:
             continue
         except (RayError, MegappoError) as error:
-            failures.append((_rank_of(error), call, error))
+            failures.append((severity(error), call, error))
     _, call, error = min(failures, key=lambda failure: failure[0])
     return describe_failure(error, call=call, phase=phase)
 
 
-def _rank_of(error: Exception) -> int:
-    """Order causes before consequences: death, our own errors, broken connections."""
+def severity(error: Exception) -> int:
+    """Order causes before consequences: 0 for a death, 1 for an error of its own, 2 for a broken connection."""
     if isinstance(error, RayActorError):
         return 0
     text = str(error)

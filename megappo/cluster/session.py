@@ -1,7 +1,5 @@
 """All processes of a run: started in parallel, named while they start, ended together."""
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -16,7 +14,7 @@ from megappo.cluster.groups import ActorGroup, CriticGroup
 from megappo.cluster.placement import Placement
 from megappo.cluster.reward_pool import RewardPool
 from megappo.cluster.rollout_pool import RolloutPool
-from megappo.cluster.runtime import gather, start_ray
+from megappo.cluster.runtime import end_processes, gather, start_ray
 from megappo.cluster.weight_sync import RayWeightSync
 from megappo.config.cluster import DeviceKind
 from megappo.config.run import RunConfig
@@ -37,11 +35,15 @@ class Session:
     reward: RewardPool
     weight_sync: RayWeightSync
 
-    def __init__(self, config: RunConfig, *, backend: Backend, log_dir: Path, report: Report) -> None:
+    def __init__(
+        self, config: RunConfig, *, backend: Backend, log_dir: Path, report: Report, note: Report | None = None
+    ) -> None:
+        """`report` is told what begins, `note` (from any thread) what happens meanwhile."""
         self._config = config
         self._backend = backend
         self._log_dir = log_dir.resolve()
         self._report = report
+        self._note = note or report
         self._started: list[ActorGroup | CriticGroup | RolloutPool | RewardPool] = []
         self._own_ray = False
 
@@ -65,6 +67,7 @@ class Session:
             slots=placement.slots("rollout", engine_ranks),
             device=DeviceKind(self._backend.kind),
             log_dir=self._log_dir,
+            note=self._note,
         )
         self._started.append(self.rollout)
         engines = self.rollout.start()
@@ -79,12 +82,17 @@ class Session:
             self._started.append(self.critic)
             trainers += self.critic.start()
         gather([*rewards, *trainers], phase="start", timeout_s=timeout_s)
-        self._report("training workers are up; waiting for the engines")
-        gather(engines, phase="start", timeout_s=config.rollout.start_timeout_s + 30.0)
+        self._report(f"training workers are up ({self.actor.run('describe_layers')[0]}); waiting for the engines")
+        self.rollout.finish_start(engines, timeout_s=config.rollout.start_timeout_s + 30.0)
         self._report("engines are up; joining the weight groups")
         self.weight_sync = RayWeightSync(
-            config, actor=self.actor, rollout=self.rollout, backend=self._backend.dist_backend
+            config,
+            actor=self.actor,
+            rollout=self.rollout,
+            backend=self._backend,
+            run_folder=self._log_dir.parent,
         )
+        self.rollout.restore_with(self.weight_sync.restore)
 
     def start_actor(self) -> None:
         """Start the actor alone (supervised fine-tuning)."""
@@ -132,15 +140,4 @@ class Session:
         if self._own_ray:
             ray.shutdown()
             self._own_ray = False
-        _end(children, grace_s=2.0)
-
-
-def _end(processes: list[psutil.Process], *, grace_s: float) -> None:
-    """Kill what is still alive after `grace_s` (Ray's own processes end by themselves in that time)."""
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    for process in alive:
-        try:
-            os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    psutil.wait_procs(alive, timeout=grace_s)
+        end_processes(children, grace_s=2.0)

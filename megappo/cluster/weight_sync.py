@@ -1,56 +1,138 @@
-"""The hand-over of weights: one process group per exporting pipeline stage, engines on its other ranks.
+"""The hand-over of weights to all engines, repeated after failures, and to one engine that was started anew."""
 
-Sources and engines work at the same time; `megappo.weight_sync.push` holds the order of the engines' side.
-"""
-
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from megappo.cluster.groups import ActorGroup
+from megappo.cluster.hand_over import AttemptFailed, HandOver
 from megappo.cluster.rollout_pool import RolloutPool
 from megappo.cluster.runtime import gather
+from megappo.cluster.weight_calls import EngineCall, Failure, settle
+from megappo.config.rollout import VerifyMode
 from megappo.config.run import RunConfig
+from megappo.device.backend import Backend
+from megappo.observability.logging import get_logger
 from megappo.observability.metrics import Metrics, maximum, total
-from megappo.weight_sync.push import StageSource
+from megappo.weights.checksums import HeldTensor, choose_held
+
+logger = get_logger(__name__)
+
+_SAMPLED_TENSORS = 4
+"""Tensors compared at a hand-over with weight_sync.verify=sampled."""
 
 
 class RayWeightSync:
-    """Pushes the actor's weights to all engines (port: WeightSync)."""
+    """Pushes the actor's weights to all engines (port: WeightSync). May be called from several threads."""
 
-    def __init__(self, config: RunConfig, *, actor: ActorGroup, rollout: RolloutPool, backend: str) -> None:
-        """Plan the hand-over and join the weight groups; `backend` is gloo or nccl."""
+    def __init__(
+        self, config: RunConfig, *, actor: ActorGroup, rollout: RolloutPool, backend: Backend, run_folder: Path
+    ) -> None:
+        """Plan the hand-over. `run_folder` takes the files of a transport that writes some, if none is configured."""
+        settings = config.weight_sync
+        self._settings = settings
+        self._health_timeout_s = config.rollout.recovery.hang_timeout_s
         self._actor = actor
         self._rollout = rollout
-        self._timeout_s = config.weight_sync.timeout_s
-        self._stages: list[StageSource] = []
-        self._senders: list[int] = []
-        for rank, (stage, takes_part, sends, buckets) in enumerate(actor.run("plan_export")):
-            if takes_part:
-                self._senders.append(rank)
-            if sends:
-                group = f"weights-{stage}"
-                self._connect(rank, group, backend)
-                self._stages.append(StageSource(group=group, buckets=buckets))
-        self._num_bytes = sum(bucket.num_bytes for stage in self._stages for bucket in stage.buckets)
-
-    def _connect(self, rank: int, group: str, backend: str) -> None:
-        """Join the group of one stage: the sending rank is rank 0, the engines follow."""
-        address, port = gather([self._actor.call(rank, "rendezvous")], phase="weight group", timeout_s=30.0)[0]
-        calls = self._rollout.join_weight_group(name=group, address=address, port=port, backend=backend)
-        world_size = 1 + self._rollout.num_ranks
-        calls.append(self._actor.call(rank, "join_weight_group", group, address, port, world_size))
-        gather(calls, phase="join weight group", timeout_s=self._timeout_s)
+        folder = run_folder / "weights" if settings.folder is None else Path(settings.folder).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._hand_over = HandOver(config, actor=actor, rollout=rollout, backend=backend, folder=folder)
+        # Engines of a run are alike.
+        call = rollout.call(rollout.in_service()[0], "held_tensors")
+        self._held: list[HeldTensor] = gather([call], phase="weight hand-over", timeout_s=settings.timeout_s)[0]
+        self._lock = threading.Lock()
+        self._version = -1
+        self._sent: dict[str, str] = {}
+        """Checksums compared at the last push."""
+        self._updates_at_push = 0
 
     def push(self, version: int) -> Metrics:
-        """Hand over all weights as `version`; every engine then answers with it."""
-        start = time.perf_counter()
-        # The sources first: an engine that waits for a bucket nobody sends is stuck until its deadline.
-        calls = [self._actor.call(rank, "send_weights") for rank in self._senders]
-        calls += self._rollout.calls("receive_weights", self._stages, version)
-        num_buckets = sum(len(stage.buckets) for stage in self._stages)
-        gather(calls, phase="weight hand-over", timeout_s=self._timeout_s * (num_buckets + 3) + 30.0)
-        seconds = time.perf_counter() - start
+        """Hand over all weights as `version`; every engine in service then answers with it.
+
+        A failed attempt is repeated `weight_sync.retries` times, comparing all tensors; an engine that then still
+        fails, or whose process is gone, is taken out of service, and the others get theirs.
+
+        Raises:
+            EngineError: no engine is left.
+            WorkerError: the trainer's side failed.
+        """
+        with self._lock:
+            start = time.perf_counter()
+            self._version, self._updates_at_push = version, self._actor.num_updates
+            failed = 0
+            while not (engines := self._try_all(version, failed)):
+                failed += 1
+            self._rollout.admit(engines)
+            seconds = time.perf_counter() - start
         return {
             "weights/version": maximum(version),
-            "weights/bytes": total(self._num_bytes),
-            "perf/weight_sync_bytes_per_s": total(self._num_bytes / seconds),
+            "weights/bytes": total(self._hand_over.num_bytes),
+            "weights/verified_tensors": total(len(self._sent)),
+            "weights/failed_attempts": total(failed),
+            "perf/weight_sync_bytes_per_s": total(self._hand_over.num_bytes / seconds),
         }
+
+    def _try_all(self, version: int, failed: int) -> list[int]:
+        """Try once, with all engines in service. Returns them, or none where it failed and is to be tried again."""
+        if not self._rollout.in_service():
+            self._rollout.revive()
+        engines = self._rollout.in_service()
+        try:
+            self._sent = self._hand_over.attempt(engines, version, self._wanted(version, after_failure=failed > 0))
+        except AttemptFailed as attempt:
+            logger.warning("attempt %d at weight hand-over %d failed: %s", failed + 1, version, attempt)
+            self._judge(attempt, last=failed >= self._settings.retries)
+            return []
+        return engines
+
+    def _judge(self, attempt: AttemptFailed, *, last: bool) -> None:
+        """Take the engines out of service that are to blame and do not answer any more, or are to blame once too often.
+        Raises the error where it is the trainer's."""
+        blamed = [failure for failure in attempt.causes if failure.engine is not None]
+        if (last and not blamed) or any(failure.severity == 0 for failure in attempt.causes if failure.engine is None):
+            raise attempt.causes[0].error
+        # An engine that is gone must not be waited for once more: the trainer would wait in the group, too. Where some
+        # answer, those that do not kept them waiting.
+        silent = self._silent(blamed)
+        for failure in silent or (blamed if last else []):
+            assert failure.engine is not None
+            self._rollout.quarantine(failure.engine, str(failure.error))
+
+    def _silent(self, blamed: list[Failure]) -> list[Failure]:
+        """Return the failures of engines that do not answer now."""
+        engines = [failure.engine for failure in blamed if failure.engine is not None]
+        calls = [EngineCall(engine=engine, call=self._rollout.call(engine, "health")) for engine in engines]
+        _, unwell = settle([], calls, phase="health check", timeout_s=self._health_timeout_s)
+        silent = {failure.engine for failure in unwell}
+        return [failure for failure in blamed if failure.engine in silent]
+
+    def _wanted(self, version: int, *, after_failure: bool) -> list[HeldTensor]:
+        """Return the tensors to compare: after a failure all of them, since engines were left with some of each."""
+        if self._settings.verify is VerifyMode.full or after_failure:
+            return self._held
+        return choose_held(self._held, version, _SAMPLED_TENSORS if self._settings.verify is VerifyMode.sampled else 0)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """While it is open, the trainer computes: a hand-over to a restarted engine waits, since the calls of the two
+        would reach the ranks in different orders, and half-trained weights are no version."""
+        with self._lock:
+            yield
+
+    def restore(self, engine: int) -> None:
+        """Give one engine the weights of the last push, or the newer ones of the trainer where none are stored.
+
+        Raises:
+            EngineError: the engine failed.
+            WorkerError: the trainer's side failed.
+        """
+        with self._lock:
+            # A loop that samples beside training comes here after the update and before its push.
+            version = self._version + int(self._actor.num_updates != self._updates_at_push)
+            try:
+                if not self._hand_over.load_kept(engine, self._version, self._sent):
+                    self._hand_over.attempt([engine], version, self._wanted(version, after_failure=False))
+            except AttemptFailed as attempt:
+                raise attempt.causes[0].error from None

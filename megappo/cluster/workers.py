@@ -17,14 +17,15 @@ import ray
 from megappo.batch.fields import concat, empty, select
 from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
-from megappo.cluster.runtime import describe_process
+from megappo.cluster.runtime import describe_process, node_address
 from megappo.config.run import RunConfig
 from megappo.observability.logging import redirect_process_output
 from megappo.observability.metrics import Metrics
 from megappo.weights.buckets import BucketMeta
+from megappo.weights.checksums import HeldTensor
 
 if TYPE_CHECKING:  # torch and megatron wait until the process has its log file and its threads
-    from megappo.weight_sync.transport import WeightSender
+    from megappo.weight_sync.transport import SenderSpec, WeightSender
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -71,7 +72,7 @@ class TrainingWorker:
         The socket is bound and does not listen: the kernel gives its port to nobody else, while torch's store, which
         binds with SO_REUSEADDR, may listen on it.
         """
-        address = ray.util.get_node_ip_address()
+        address = node_address(self.config.cluster)
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # On all addresses, as the store will listen: a port that is free on one may be taken on another.
@@ -87,9 +88,19 @@ class TrainingWorker:
         """Return where this process runs."""
         return describe_process()
 
+    def node(self) -> str:
+        """Return the address of its machine."""
+        return node_address(self.config.cluster)
+
     def device_name(self) -> str:
         """Return what this process's device is called."""
         return self._backend.device_name()
+
+    def describe_layers(self) -> str:
+        """Return what layers the model is built of, and which accelerating packages this process finds."""
+        from megappo.models.layer_specs import describe_layers
+
+        return describe_layers(self.config.model.layer_spec, self._backend)
 
     def peak_memory_bytes(self) -> int:
         """Return the most device memory that this process has held."""
@@ -237,6 +248,12 @@ class ActorWorker(TrainingWorker):
         self._load(call)
         return self._shards[tuple(shard.sequence_ids)]
 
+    def read_sequences(self, experience: list[Any], sequence_ids: list[int]) -> list[Experience]:
+        """The named sequences of each shard."""
+        return [
+            select(shard, np.flatnonzero(np.isin(shard.sequence_ids, sequence_ids))) for shard in ray.get(experience)
+        ]
+
     def selection_moments(self, experience: list[Any]) -> list[Any]:
         """Moments of each shard's loss tokens."""
         from megappo.algo.selection import compute_selection_moments, loss_tokens_of
@@ -256,39 +273,47 @@ class ActorWorker(TrainingWorker):
         return self.trainer.update(batch, request)
 
     def plan_export(self) -> tuple[int, bool, bool, list[BucketMeta]]:
-        """Return (pipeline stage, whether this rank gathers, whether it is the source, the stage's buckets)."""
+        """Return (place of its source among all, whether this rank feeds one, whether it sends, its buckets)."""
         from megappo.models.export import plan_export
 
-        plan = plan_export(self.trainer.chunks, self.config.weight_sync.bucket_bytes)
-        return plan.stage, plan.takes_part, plan.sends, plan.buckets
+        plan = plan_export(self.trainer.chunks, self.config.weight_sync.bucket_bytes, dtype=self._engine_dtype())
+        return plan.source, plan.takes_part, plan.sends, plan.buckets
 
-    def join_weight_group(self, group: str, address: str, port: int, world_size: int) -> None:
-        """Meet the engines as the source of a weight group."""
+    def _engine_dtype(self) -> str:
+        return (self.config.rollout.dtype or self.config.model.dtype).value
+
+    def open_sender(self, spec: "SenderSpec") -> None:
+        """Become the sender of a weight source."""
         from megappo.weight_sync import TRANSPORTS
-        from megappo.weight_sync.transport import SenderSpec
 
-        settings = self.config.weight_sync
-        self._sender = TRANSPORTS.get(settings.transport)(
-            SenderSpec(
-                group=group,
-                address=address,
-                port=port,
-                world_size=world_size,
-                backend=self._backend,
-                timeout_s=settings.timeout_s,
-            )
-        )
-        self._sender.join()
+        self._sender = TRANSPORTS.get(self.config.weight_sync.transport).sender(spec)
+        self._sender.open()
         self._release_port()
 
-    def send_weights(self) -> None:
-        """Send this stage's weights bucket by bucket. All ranks that take part gather; the source sends."""
-        buckets = self.trainer.export_buckets(self.config.weight_sync.bucket_bytes)
+    def close_sender(self) -> None:
+        """Stop being a sender; engines that wait for it fail."""
         if self._sender is not None:
-            self._sender.send(buckets)
-        else:
-            for _ in buckets:
-                pass
+            self._sender.close()
+            self._sender = None
+
+    def begin_sending(self, wanted: list[HeldTensor]) -> None:
+        """Prepare a hand-over and the checksums of some tensors. All ranks that feed a source take part."""
+        from megappo.weight_sync import TRANSPORTS
+        from megappo.weight_sync.source import WeightSource
+        from megappo.weight_sync.transport import Flow
+
+        settings = self.config.weight_sync
+        shared = TRANSPORTS.get(settings.transport).flow is Flow.handed
+        buckets = self.trainer.export_buckets(settings.bucket_bytes, dtype=self._engine_dtype(), shared=shared)
+        self._source = WeightSource(buckets, self._sender, wanted=wanted)
+
+    def send_bucket(self) -> dict[int, bytes]:
+        """Send one bucket; returns what engine ranks need to open it."""
+        return self._source.send_next()
+
+    def send_weights(self) -> dict[str, str]:
+        """Send, and feed to others, all that is left; returns the wanted checksums of what this rank sent."""
+        return self._source.send_rest()
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (all ranks take part)."""

@@ -12,7 +12,19 @@ class KLController(Enum):
 
 
 class OldLogProbs(Enum):
-    """Where the log-probs before the update come from."""
+    """Where the log-probs before the update, lp_old, come from.
+
+    Formula: recompute: a pass of the trainer before the update. auto: the same pass, left out where the batch is used
+        for one optimizer step and nothing before the update reads lp_old (KL in reward, correction,
+        optimal_token_baseline, clip_cov and kl_cov do; a critic reads values alone): lp_old is then lp itself,
+        detached, so that r = 1. rollout: as reported by the engine that sampled.
+    Source: Hilton et al. 2022, arXiv:2110.00641, tell the policy that bounds the step from the one that sampled.
+    Config: old_log_probs.
+    Use: auto; recompute measures how far engine and trainer differ in every step. With either, lp_old is of the
+        weights at the start of the update, so r says nothing of rollouts that older weights sampled
+        (controller=one_step_off, rollout.partial, sampling.oversample): correction.weight accounts for those, or
+        rollout, whose r is to the policy that sampled.
+    """
 
     auto = "auto"
     recompute = "recompute"
@@ -145,9 +157,9 @@ class PolicyLossConfig:
     """sapo: temperature of the other tokens."""
     divergence: Divergence = Divergence.total_variation
     """dppo."""
-    delta: float = 0.15
-    """dppo: largest divergence of a token that still gets a gradient away from the old policy; about 0.05 goes with
-    binary_kl."""
+    delta: float | None = None
+    """dppo: largest divergence of a token that still gets a gradient away from the old policy; null: 0.15 of
+    total_variation, 0.05 of binary_kl."""
     selected_fraction: float = 0.0002
     """clip_cov, kl_cov: share of the loss tokens that is selected (at least one token)."""
     covariance_low: float = 1.0
@@ -252,7 +264,8 @@ class OverlongConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DynamicSamplingConfig:
-    """Dynamic sampling (DAPO): groups whose scores are all equal are dropped and other prompts drawn instead."""
+    """Dynamic sampling (DAPO): groups from which the estimator learns nothing (for most: whose scores are all equal)
+    are dropped and other prompts drawn instead."""
 
     max_rounds: int = 0
     """Most rounds of generation in one step; 0: off, every group is trained."""

@@ -14,6 +14,7 @@ from megappo.config.algorithm import (
     AlgorithmConfig,
     ClipConfig,
     CorrectionMode,
+    CorrectionWeightConfig,
     KLController,
     OldLogProbs,
     OnExhausted,
@@ -30,11 +31,12 @@ def algorithm_violations(algorithm: AlgorithmConfig, *, samples_per_prompt: int 
     """Return every broken rule of the algorithm section; keys start with `algorithm.`.
 
     Args:
-        samples_per_prompt: None when it is not known (`inspect`, where groups come with the case).
+        samples_per_prompt: of a run, whose own rules are added; None for a case of `inspect`, which brings its groups.
     """
     violations = [violation for rule in _RULES for violation in rule(algorithm)]
     if samples_per_prompt is not None:
         violations += groups_are_large_enough(algorithm, samples_per_prompt)
+        violations += old_log_probs_come_with_what_is_read(algorithm) + weight_bounds_are_used(algorithm)
     return violations
 
 
@@ -50,7 +52,34 @@ def algorithm_notes(algorithm: AlgorithmConfig) -> list[str]:
                 f"algorithm.correction.reject[{index}]: [{reject.low:g}, {reject.high:g}] removes tokens on which both "
                 f"engines agree, whose {reject.estimator.value} is {agreement:g}"
             )
-    return notes
+    return notes + _notes_on_what_is_off(algorithm)
+
+
+def _notes_on_what_is_off(algorithm: AlgorithmConfig) -> list[str]:
+    """Settings of what is switched off: legal, since presets and experiments set them ahead of the switch."""
+    kl, default, off = algorithm.kl, AlgorithmConfig(), list[tuple[str, object, object, str]]()
+    if kl.in_reward.controller is KLController.fixed:
+        why = "kl.in_reward.controller=fixed"
+        off.append(("kl.in_reward.target", kl.in_reward.target, default.kl.in_reward.target, why))
+        off.append(("kl.in_reward.horizon", kl.in_reward.horizon, default.kl.in_reward.horizon, why))
+    for name, section, usual in (
+        ("in_reward", kl.in_reward, default.kl.in_reward),
+        ("in_loss", kl.in_loss, default.kl.in_loss),
+    ):
+        if section.coef == 0:
+            off.append((f"kl.{name}.estimator", section.estimator, usual.estimator, f"kl.{name}.coef=0"))
+    weight = algorithm.correction.weight
+    if weight is not None and _has_idle_low(weight):
+        off.append(
+            ("correction.weight.low", weight.low, CorrectionWeightConfig().low, "correction.weight.mode=truncate")
+        )
+    if algorithm.policy_loss.name in LOSS_DECLARATIONS and algorithm.policy_loss.name != "clip_cov":
+        off.append(("seed", algorithm.seed, default.seed, f"policy_loss.name={algorithm.policy_loss.name}"))
+    return [
+        f"algorithm.{key}={value} has no effect with algorithm.{why}"
+        for key, value, usual, why in off
+        if value != usual
+    ]
 
 
 def _violation(key: str, value: object, rule: str, remedy: str) -> Violation:
@@ -86,6 +115,7 @@ def names_are_known(algorithm: AlgorithmConfig) -> list[Violation]:
     ]
 
 
+_A_SECTION = {"advantage": "an advantage", "policy_loss": "a policy loss"}
 _SWITCHES_OFF = frozenset({"whiten", "normalize_by_std"})
 """Keys that may be false for every estimator: not to do what it does not do anyway is no skipped setting."""
 
@@ -119,7 +149,7 @@ def _unused(section: str, name: str, keys: dict[str, object], table: dict[str, f
     violations: list[Violation] = []
     for key, value in sorted(keys.items()):
         readers = ", ".join(sorted(reader for reader, read in table.items() if key in read))
-        remedy = f"leave it out, or use a {section} that reads it: {readers}"
+        remedy = f"leave it out, or use {_A_SECTION[section]} that reads it: {readers}"
         violations.append(_violation(f"{section}.{key}", value, f"is not used by {section}.name={name}", remedy))
     return violations
 
@@ -267,6 +297,32 @@ def correction_is_sound(algorithm: AlgorithmConfig) -> list[Violation]:
         remedy = "use recompute, or leave correction out"
         violations.append(_violation("old_log_probs", "rollout", rule, remedy))
     return violations
+
+
+def old_log_probs_come_with_what_is_read(algorithm: AlgorithmConfig) -> list[Violation]:
+    """Engines report log-probs of sampled tokens and no more, so in a run an estimator that reads more takes the
+    trainer's. (A case of `inspect` brings what it needs.)"""
+    estimator = ESTIMATOR_DECLARATIONS.get(algorithm.advantage.name)
+    if algorithm.old_log_probs is not OldLogProbs.rollout or estimator is None or not estimator.reads_sum_pi_squared:
+        return []
+    rule = (
+        f"leaves advantage.name={algorithm.advantage.name} without the sums of squared probabilities that it reads: "
+        "they come from the trainer's pass, which rollout leaves out"
+    )
+    return [_violation("old_log_probs", "rollout", rule, "use auto or recompute, or another advantage")]
+
+
+def weight_bounds_are_used(algorithm: AlgorithmConfig) -> list[Violation]:
+    """Truncated weights have no lower bound. (`inspect` says so in a note.)"""
+    weight = algorithm.correction.weight
+    if weight is None or not _has_idle_low(weight):
+        return []
+    rule = "is not used by correction.weight.mode=truncate, which bounds weights from above only"
+    return [_violation("correction.weight.low", weight.low, rule, "leave it out, or use mode=mask")]
+
+
+def _has_idle_low(weight: CorrectionWeightConfig) -> bool:
+    return weight.mode is CorrectionMode.truncate and weight.low != CorrectionWeightConfig().low
 
 
 def overlong_is_sound(algorithm: AlgorithmConfig) -> list[Violation]:

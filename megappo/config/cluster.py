@@ -18,8 +18,8 @@ class ClusterConfig:
 
     device: DeviceKind = DeviceKind.auto
     """auto: cuda where torch sees a GPU, else cpu."""
-    pools: dict[str, int] = field(default_factory=lambda: {"main": 1})
-    """Pool name -> number of devices."""
+    pools: dict[str, int] = field(default_factory=dict[str, int])
+    """Pool name -> number of devices. `placement=colocated` and `placement=split` set these and the roles' pools."""
     actor: str = "main"
     """Pool of the actor (and reference)."""
     critic: str = "main"

@@ -3,8 +3,9 @@
 import glob
 from pathlib import Path
 
-from megappo.config import layout_rules, training_rules
-from megappo.config.model_shape import ModelShape, folder_shape
+from megappo.config import engine_rules, layout_rules, precision_rules, training_rules
+from megappo.config.model_shape import ModelShape, read_model_config, shape_of
+from megappo.config.model_support import model_faults
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
@@ -15,9 +16,11 @@ def model_folders_fit(config: RunConfig) -> list[Violation]:
     shape = _read_shape("model.path", config.model.path, _missing_model_remedy(config), violations)
     if shape is not None:
         violations += layout_rules.layout_divides_model(config, shape, role="actor")
+        violations += engine_rules.engines_hold_model(config, shape)
         violations += layout_rules.sequences_fit_positions(config, shape)
         violations += training_rules.recompute_fits_layers(config, shape, role="actor")
         violations += training_rules.adapters_fit_model(config, shape, role="actor")
+        violations += precision_rules.fp8_divides_features(config, shape, role="actor")
     if not layout_rules.needs_critic(config):
         return violations
     if config.critic.path is not None:
@@ -27,6 +30,7 @@ def model_folders_fit(config: RunConfig) -> list[Violation]:
         violations += layout_rules.layout_divides_model(config, shape, role="critic")
         violations += training_rules.recompute_fits_layers(config, shape, role="critic")
         violations += training_rules.adapters_fit_model(config, shape, role="critic")
+        violations += precision_rules.fp8_divides_features(config, shape, role="critic")
     return violations
 
 
@@ -49,9 +53,16 @@ def _read_shape(key: str, folder: str, remedy: str, violations: list[Violation])
         rule = "holds no config.json"
     else:
         try:
-            return folder_shape(path)
+            content = read_model_config(path)
         except (OSError, ValueError) as error:
             rule = f"has a config.json that cannot be used: {error}"
+        else:
+            faults = model_faults(content)
+            violations += [
+                Violation(key=key, value=folder, rule=f"cannot be trained: {fault.problem}", remedy=fault.remedy)
+                for fault in faults
+            ]
+            return None if faults else shape_of(content)
     violations.append(Violation(key=key, value=folder or "''", rule=rule, remedy=remedy))
     return None
 

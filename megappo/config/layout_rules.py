@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
-from megappo.config.cluster import DeviceKind
 from megappo.config.expert_rules import expert_violations
-from megappo.config.model import LayerSpec
 from megappo.config.model_shape import ModelShape
 from megappo.config.parallelism import ParallelismConfig
 from megappo.config.pipeline_rules import divisors, pipeline_violations
+from megappo.config.precision_rules import layers_are_local
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
@@ -25,6 +24,11 @@ def trained_models(config: RunConfig) -> Iterator[tuple[str, ParallelismConfig, 
     yield "actor", config.actor.parallelism, config.cluster.actor
     if needs_critic(config):
         yield "critic", config.critic.parallelism, config.cluster.critic
+
+
+def engines_share_devices(config: RunConfig) -> bool:
+    """Whether the rollout engines are on the devices of a model that is trained; servers that run already are not."""
+    return not config.rollout.urls and config.cluster.rollout in {pool for _, _, pool in trained_models(config)}
 
 
 def roles(config: RunConfig) -> list[str]:
@@ -137,6 +141,39 @@ def virtual_pipeline_needs_stages(config: RunConfig) -> list[Violation]:
     ]
 
 
+def virtual_pipeline_has_micro_batches(config: RunConfig) -> list[Violation]:
+    """The interleaved schedule runs micro-batches in groups of the number of stages: with fewer it would run empty ones
+    in their place."""
+    batching = config.batching
+    sequences = (batching.mini_batch_prompts or batching.prompts_per_step) * batching.samples_per_prompt
+    violations: list[Violation] = []
+    for role, layout, pool in trained_models(config):
+        if not layout.virtual_pipeline or layout.pipeline <= 1:
+            continue
+        why = f"and {role}.parallelism.virtual_pipeline runs them in groups of pipeline={layout.pipeline}"
+        if batching.min_micro_batches is not None and 0 < batching.min_micro_batches < layout.pipeline:
+            violations.append(
+                Violation(
+                    key="batching.min_micro_batches",
+                    value=batching.min_micro_batches,
+                    rule=f"is too few, {why}",
+                    remedy=f"use {layout.pipeline} or more, or null",
+                )
+            )
+        replicas = config.cluster.pools.get(pool, 0) // max(layout.model_size, 1)
+        if replicas and 0 < sequences < layout.pipeline * replicas:
+            violations.append(
+                Violation(
+                    key=f"{role}.parallelism.virtual_pipeline",
+                    value=layout.virtual_pipeline,
+                    rule=f"needs a micro-batch per stage: pipeline={layout.pipeline} of them on each of {replicas} "
+                    f"data-parallel ranks, and a mini-batch has {sequences} sequences",
+                    remedy="use larger mini-batches, or virtual_pipeline=null",
+                )
+            )
+    return violations
+
+
 def layout_divides_model(config: RunConfig, shape: ModelShape, *, role: str) -> list[Violation]:
     """Tensor parallelism divides the heads, pipeline stages (and their chunks) share the layers."""
     layout = config.actor.parallelism if role == "actor" else config.critic.parallelism
@@ -156,9 +193,8 @@ def layout_divides_model(config: RunConfig, shape: ModelShape, *, role: str) -> 
 
 def _context_divides_heads(config: RunConfig, layout: ParallelismConfig, heads: int, key: str) -> list[Violation]:
     """The local layer spec gives each context-parallel rank some of the heads of a tensor-parallel rank."""
-    uses_local = config.model.layer_spec is LayerSpec.local or config.cluster.device is DeviceKind.cpu
     # Where the tensor-parallel size does not fit, that is the thing to say.
-    if not uses_local or layout.context < 2 or layout.tensor < 1 or heads % layout.tensor:
+    if not layers_are_local(config) or layout.context < 2 or layout.tensor < 1 or heads % layout.tensor:
         return []
     heads_of_rank = heads // layout.tensor
     if heads_of_rank % layout.context == 0:

@@ -13,6 +13,15 @@ class Dtype(Enum):
     bfloat16 = "bfloat16"
 
 
+class FamilySource(Enum):
+    """Who knows how a model's family is built and what its parameters are called."""
+
+    auto = "auto"
+    """megappo, by the `model_type` of config.json."""
+    bridge = "bridge"
+    """Megatron-Bridge. Refused: see the rule `bridge_cannot_be_installed_beside_the_engine`."""
+
+
 class LayerSpec(Enum):
     """Which implementation of a transformer layer is built."""
 
@@ -40,6 +49,7 @@ class ModelConfig:
     """Folder of the starting weights; actor, reference and (unless critic.path is set) critic start from it."""
     random_weights: bool = False
     """Start from random weights instead, drawn where they lie: `path` needs a config.json only. For measurements."""
+    family: FamilySource = FamilySource.auto
     dtype: Dtype = Dtype.float32
     fp32_head: bool = False
     """Compute the logits of log-probs and entropy from 16-bit hidden states and weights in fp32, so that they are not

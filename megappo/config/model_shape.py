@@ -3,10 +3,11 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megappo.config.expert_rules import ExpertShape
 from megappo.config.model import RandomModelConfig
+from megappo.config.model_families import MODEL_FAMILIES
+from megappo.config.model_support import Content, dense_layers, head_dim, key_value_heads, num_experts
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -16,6 +17,8 @@ class ModelShape:
     num_attention_heads: int
     num_key_value_heads: int
     num_hidden_layers: int
+    hidden_size: int
+    head_dim: int
     max_position_embeddings: int | None
     """Longest sequence in tokens; None: the model names none."""
     ffn_hidden_size: int | None = None
@@ -30,38 +33,45 @@ def random_model_shape(model: RandomModelConfig) -> ModelShape:
         num_attention_heads=model.num_attention_heads,
         num_key_value_heads=model.num_key_value_heads,
         num_hidden_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        head_dim=model.hidden_size // max(model.num_attention_heads, 1),
         max_position_embeddings=model.max_position_embeddings,
         ffn_hidden_size=model.ffn_hidden_size,
     )
 
 
-def folder_shape(folder: Path) -> ModelShape:
-    """Return the sizes in `<folder>/config.json`; a text model nested under `text_config` is looked into.
+def read_model_config(folder: Path) -> Content:
+    """Return the content of `<folder>/config.json`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not JSON, or a size is missing.
+        ValueError: it is not JSON, or no JSON object.
     """
-    # Any: the file may hold whatever its writer liked.
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    sizes: dict[str, Any] = content.get("text_config") or content
-    missing = [name for name in ("num_attention_heads", "num_hidden_layers") if not isinstance(sizes.get(name), int)]
-    if missing:
-        raise ValueError(f"config.json names no {' and no '.join(missing)}")
-    heads: int = sizes["num_attention_heads"]
-    experts = _expert_shape(sizes)
-    has_dense_layers = experts is None or sizes.get("mlp_only_layers") or (sizes.get("decoder_sparse_step") or 1) > 1
+    content: object = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"it must hold a JSON object, holds {type(content).__name__}")
+    return content  # pyright: ignore[reportUnknownVariableType]
+
+
+def shape_of(content: Content) -> ModelShape:
+    """Return the sizes in a config.json without faults (`megappo.config.model_support`)."""
+    experts, has_dense_layers = _expert_shape(content)
     return ModelShape(
-        num_attention_heads=heads,
-        num_key_value_heads=sizes.get("num_key_value_heads") or heads,
-        num_hidden_layers=sizes["num_hidden_layers"],
-        max_position_embeddings=sizes.get("max_position_embeddings"),
-        ffn_hidden_size=sizes.get("intermediate_size") if has_dense_layers else None,
+        num_attention_heads=content["num_attention_heads"],
+        num_key_value_heads=key_value_heads(content),
+        num_hidden_layers=content["num_hidden_layers"],
+        hidden_size=content["hidden_size"],
+        head_dim=head_dim(content),
+        max_position_embeddings=content.get("max_position_embeddings"),
+        ffn_hidden_size=content["intermediate_size"] if has_dense_layers else None,
         experts=experts,
     )
 
 
-def _expert_shape(sizes: dict[str, Any]) -> ExpertShape | None:  # Any: as above
-    count = sizes.get("num_local_experts", sizes.get("num_experts"))  # transformers 5 and 4 differ
-    ffn = sizes.get("moe_intermediate_size", sizes.get("intermediate_size"))
-    return ExpertShape(num_experts=count, ffn_hidden_size=ffn) if count and ffn else None
+def _expert_shape(content: Content) -> tuple[ExpertShape | None, bool]:
+    """Return the experts, and whether there are dense layers."""
+    keys, count = MODEL_FAMILIES[content["model_type"]].experts, num_experts(content)
+    dense = dense_layers(content) if keys and count else range(content["num_hidden_layers"])
+    if keys is None or not count or len(dense) == content["num_hidden_layers"]:
+        return None, True
+    return ExpertShape(num_experts=count, ffn_hidden_size=content[keys.ffn_hidden_size]), bool(dense)

@@ -9,7 +9,7 @@ from megappo.errors import Violation
 ENGINES = ("hf", "sglang")
 REWARDS = ("exact_match", "math_verify", "model", "reasoning_gym")
 SOURCES = ("jsonl", "parquet", "reasoning_gym")
-TRANSPORTS = ("broadcast",)
+TRANSPORTS = ("broadcast", "disk", "ipc")
 
 
 def plug_ins_are_known(config: RunConfig) -> list[Violation]:

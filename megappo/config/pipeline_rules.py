@@ -22,6 +22,20 @@ def pipeline_violations(layout: ParallelismConfig, num_layers: int, *, key: str)
     return []
 
 
+def chunk_layers(layout: ParallelismConfig, num_layers: int) -> list[int]:
+    """Return the different numbers of layers of the model's chunks, or of its stages where these are not cut, smallest
+    first. The layout must suit the model."""
+    chunks = layout.virtual_pipeline or 1
+    first, middle, last = (parts // chunks for parts in _parts_per_stage(layout, num_layers))
+    # Only the first chunk of the first stage has the embedding, only the last one of the last stage the head.
+    found = {first - layout.embedding_is_layer, last - layout.head_is_layer}
+    if chunks > 1:
+        found |= {first, last}
+    if layout.pipeline > 2:
+        found.add(middle)
+    return sorted(found)
+
+
 def divisors(number: int) -> str:
     """Return the divisors of a positive number in words: `1, 2 or 4`."""
     found = [str(candidate) for candidate in range(1, number + 1) if number % candidate == 0]
@@ -62,9 +76,17 @@ def _stages_share_the_layers(layout: ParallelismConfig, num_layers: int, key: st
         remedy = f"use {divisors(left)}, or give first_stage_layers or last_stage_layers"
         return Violation(key=f"{key}.pipeline", value=layout.pipeline, rule=rule, remedy=remedy)
     name = "last_stage_layers" if layout.first_stage_layers is None else "first_stage_layers"
-    taken = "and last_stage_layers leave" if len(given) == 2 else "leaves"
-    rule = f"{taken} {left} of model.num_hidden_layers={num_layers} for the other {stages} stages"
-    remedy = f"leave {stages} or a multiple of it" if stages else f"make their sum {num_layers}"
+    both, others = (
+        f"and last_stage_layers={given[-1]}",
+        f"the other {stages} stages" if stages > 1 else "the other stage",
+    )
+    if stages == 0:
+        rule = f"{both}, the only stages, must hold the {num_layers} layers of the model, not {sum(given)}"
+        remedy = f"make their sum {num_layers}"
+    else:
+        taken = f"{both} leave" if len(given) == 2 else "leaves"
+        rule = f"{taken} {max(left, 0)} of model.num_hidden_layers={num_layers} for {others}"
+        remedy = f"leave {stages} or a multiple of it" if stages > 1 else "leave 1 or more"
     return Violation(key=f"{key}.{name}", value=given[0], rule=rule, remedy=remedy)
 
 

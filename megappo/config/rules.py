@@ -6,7 +6,21 @@ To add one: write the function beside those of its kind (`value_rules`, `layout_
 Those of the algorithm section, which `megappo inspect algorithm` shares, are in `algorithm_rules`.
 """
 
-from megappo.config import capability_rules, file_rules, layout_rules, name_rules, training_rules, value_rules
+from megappo.config import (
+    capability_rules,
+    controller_rules,
+    engine_rules,
+    file_rules,
+    layout_rules,
+    name_rules,
+    parity_rules,
+    precision_rules,
+    rollout_rules,
+    training_rules,
+    transport_rules,
+    value_rules,
+)
+from megappo.config.algorithm import ValueLossConfig
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
 from megappo.config.algorithm_rules import algorithm_notes, algorithm_violations
 from megappo.config.model_shape import random_model_shape
@@ -17,6 +31,8 @@ _CONFIG_RULES = (
     value_rules.sizes_are_positive,
     value_rules.amounts_are_not_negative,
     value_rules.frequencies_are_positive_or_off,
+    value_rules.object_store_is_large_enough,
+    value_rules.random_model_sizes_fit,
     value_rules.mini_batch_divides_step,
     value_rules.training_samples_are_drawn,
     value_rules.resume_is_a_choice_or_path,
@@ -28,12 +44,17 @@ _CONFIG_RULES = (
     value_rules.model_reward_has_a_model,
     training_rules.learning_rate_schedules_are_complete,
     training_rules.optimizer_settings_are_in_range,
+    training_rules.optimizer_settings_are_used,
     training_rules.overlap_has_what_it_needs,
     training_rules.adapters_have_targets,
     training_rules.recompute_names_what_it_can,
-    training_rules.fp8_has_what_it_needs,
+    precision_rules.fp8_has_what_it_needs,
+    precision_rules.transformer_engine_can_run,
     name_rules.plug_ins_are_known,
     name_rules.in_process_engine_has_one_device,
+    rollout_rules.sampling_can_be_obeyed,
+    rollout_rules.sequences_fit_the_cache,
+    rollout_rules.running_engines_are_named,
     name_rules.reward_workers_fit_their_pool,
     layout_rules.pool_of_each_role_exists,
     layout_rules.model_fits_its_pool,
@@ -41,12 +62,24 @@ _CONFIG_RULES = (
     layout_rules.engines_fit_their_pool,
     layout_rules.sequence_parallel_needs_tensor_parallel,
     layout_rules.virtual_pipeline_needs_stages,
-    capability_rules.broadcast_needs_devices_of_its_own,
+    layout_rules.virtual_pipeline_has_micro_batches,
+    transport_rules.broadcast_needs_devices_of_its_own,
+    transport_rules.shared_memory_needs_shared_devices,
+    transport_rules.disk_needs_a_folder_that_all_see,
+    transport_rules.engine_can_pause_so,
+    capability_rules.bridge_cannot_be_installed_beside_the_engine,
+    controller_rules.engines_beside_training_have_devices_of_their_own,
+    controller_rules.early_stop_leaves_no_prompt_without_its_greedy_answer,
+    parity_rules.parity_limits_are_ordered,
 )
 
 _DEVICE_RULES = (
-    training_rules.fp8_has_what_it_needs,
-    capability_rules.broadcast_needs_devices_of_its_own,
+    rollout_rules.sequences_fit_the_cache,
+    precision_rules.fp8_has_what_it_needs,
+    precision_rules.transformer_engine_can_run,
+    transport_rules.broadcast_needs_devices_of_its_own,
+    transport_rules.shared_memory_needs_shared_devices,
+    controller_rules.engines_beside_training_have_devices_of_their_own,
 )
 
 _FILE_RULES = (
@@ -59,7 +92,11 @@ _FILE_RULES = (
 
 def check_config(config: RunConfig) -> list[Violation]:
     """Return the broken rules that can be seen without reading a file."""
-    violations = [violation for rule in _CONFIG_RULES for violation in rule(config)]
+    # A number that is none breaks any rule that compares it; it is refused once.
+    violations = value_rules.numbers_are_finite(config)
+    refused = {violation.key for violation in violations}
+    found = [violation for rule in _CONFIG_RULES for violation in rule(config)]
+    violations += [violation for violation in found if violation.key not in refused]
     violations += algorithm_violations(config.algorithm, samples_per_prompt=config.batching.samples_per_prompt)
     return violations + random_model_fits(config)
 
@@ -70,16 +107,25 @@ def random_model_fits(config: RunConfig) -> list[Violation]:
         return []
     shape = random_model_shape(config.sft.random_model)
     violations = layout_rules.layout_divides_model(config, shape, role="actor")
+    violations += engine_rules.engines_hold_model(config, shape)
     violations += layout_rules.sequences_fit_positions(config, shape)
     violations += training_rules.recompute_fits_layers(config, shape, role="actor")
+    violations += precision_rules.fp8_divides_features(config, shape, role="actor")
     if layout_rules.needs_critic(config) and config.critic.path is None and file_rules.is_made_by_sft(config):
         violations += layout_rules.layout_divides_model(config, shape, role="critic")
     return violations
 
 
 def check_device(config: RunConfig) -> list[Violation]:
-    """Return the broken rules about the device, once `auto` is settled."""
-    return [violation for rule in _DEVICE_RULES for violation in rule(config)]
+    """Return the broken rules about the device of a training run, once `auto` is settled."""
+    return [violation for rule in _DEVICE_RULES for violation in rule(config)] + file_rules.model_folders_fit(config)
+
+
+def check_sft_device(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about the device of `megappo sft`, once `auto` is settled."""
+    violations = precision_rules.fp8_has_what_it_needs(config) + precision_rules.transformer_engine_can_run(config)
+    made = config.sft.random_model is not None
+    return violations + (random_model_fits(config) if made else file_rules.model_folders_fit(config))
 
 
 def check_files(config: RunConfig) -> list[Violation]:
@@ -105,10 +151,15 @@ def start_up_notes(config: RunConfig) -> list[str]:
             f"batching.samples_per_prompt=1: {algorithm.advantage.name} compares the samples of one prompt, "
             "so every advantage is 0 and nothing is learned"
         )
+    clip = algorithm.value_loss.clip
+    if clip != ValueLossConfig().clip and not layout_rules.needs_critic(config):
+        notes.append(f"algorithm.value_loss.clip={clip} has no effect: {algorithm.advantage.name} trains no critic")
     notes += algorithm_notes(algorithm)
-    if sampling.top_p < 1 or sampling.top_k > 0:
+    notes += controller_rules.controller_notes(config)
+    notes += parity_rules.parity_notes(config)
+    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
         notes.append(
-            "rollout.sampling.top_p/top_k cut the distribution that samples come from; log-probs are those of the "
-            "full vocabulary, and no log-prob difference shows it"
+            "rollout.sampling.top_p/top_k/min_p cut the distribution that samples come from; log-probs are those of "
+            "the full vocabulary, and no log-prob difference shows it"
         )
     return notes

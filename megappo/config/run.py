@@ -13,7 +13,7 @@ from megappo.config.optim import OptimConfig
 from megappo.config.parallelism import ParallelismConfig
 from megappo.config.record import SftConfig, TrackingConfig
 from megappo.config.rollout import RolloutConfig, WeightSyncConfig
-from megappo.config.trainer import RunSection, TrainerConfig
+from megappo.config.trainer import ControllerKind, RunSection, TrainerConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +47,7 @@ class RunConfig:
 
     run: RunSection = field(default_factory=RunSection)
     seed: int = 0
+    controller: ControllerKind = ControllerKind.synchronous
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

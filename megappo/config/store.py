@@ -28,6 +28,14 @@ from megappo.config.rules import check_config
 from megappo.config.run import RunConfig
 from megappo.errors import ConfigError, Violation
 
+
+def _share(count: int, parts: int) -> int:
+    """`${share:COUNT,PARTS}` in a configuration file: a whole part of a count, at least 1."""
+    return max(1, count // parts)
+
+
+OmegaConf.register_new_resolver("share", _share, replace=True)
+
 _FAULTS_IN_FILES = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 Rule = Callable[[RunConfig], list[Violation]]

@@ -1,6 +1,17 @@
 """The loop: how long, what to save, when to validate."""
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class ControllerKind(Enum):
+    """The order of the loop."""
+
+    synchronous = "synchronous"
+    """Sample, train, hand over: every step trains on what the newest weights sampled."""
+    one_step_off = "one_step_off"
+    """Engines sample the next step while this one trains, so rollouts are one version old. On the command line
+    `controller=one_step_off` also switches on the correction for that (configs/controller/one_step_off.yaml)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,15 +1,13 @@
-"""Rules about how models are trained: optimizer, schedule, precision, recomputation."""
+"""Rules about how models are trained: optimizer, schedule, adapters, recomputation."""
 
 from collections.abc import Iterator
 
-from megappo.config.cluster import DeviceKind
 from megappo.config.layout_rules import needs_critic
 from megappo.config.lora import lora_on_experts, lora_violations
-from megappo.config.memory import RecomputeGranularity, RecomputeMethod
-from megappo.config.model import Dtype, LayerSpec
+from megappo.config.memory import RecomputeConfig, RecomputeGranularity, RecomputeMethod
 from megappo.config.model_shape import ModelShape
 from megappo.config.optim import OptimConfig, OptimizerName, ScheduleKind
-from megappo.config.pipeline_rules import divisors
+from megappo.config.pipeline_rules import chunk_layers, divisors, pipeline_violations
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
@@ -107,6 +105,39 @@ def optimizer_settings_are_in_range(config: RunConfig) -> list[Violation]:
     return violations
 
 
+def optimizer_settings_are_used(config: RunConfig) -> list[Violation]:
+    """A setting that the chosen optimizer, schedule or reduction does not read stays at its default."""
+    violations: list[Violation] = []
+    default = OptimConfig()
+    for section, optim in optimizers(config):
+        unused: list[tuple[str, object, object, str]] = []
+        if optim.schedule is ScheduleKind.constant:
+            why = "schedule=constant"
+            unused.append(("decay_steps", optim.decay_steps, default.decay_steps, why))
+            unused.append(("min_lr", optim.min_lr, default.min_lr, why))
+        if optim.schedule is not ScheduleKind.wsd:
+            shape, usual = optim.final_decay_shape, default.final_decay_shape
+            unused.append(("final_decay_shape", shape.name, usual.name, f"schedule={optim.schedule.name}"))
+        if optim.name is OptimizerName.sgd:
+            for name, value in (("beta1", optim.beta1), ("beta2", optim.beta2), ("eps", optim.eps)):
+                usual_number = {"beta1": default.beta1, "beta2": default.beta2, "eps": default.eps}[name]
+                unused.append((name, value, usual_number, "name=sgd"))
+        if not optim.overlap_grad_reduce:
+            size = optim.overlap_bucket_params
+            unused.append(("overlap_bucket_params", size, default.overlap_bucket_params, "overlap_grad_reduce=false"))
+        violations += [
+            Violation(
+                key=f"{section}.optim.{name}",
+                value=value,
+                rule=f"has no use with {section}.optim.{why}",
+                remedy="leave it out",
+            )
+            for name, value, usual, why in unused
+            if value != usual
+        ]
+    return violations
+
+
 def overlap_has_what_it_needs(config: RunConfig) -> list[Violation]:
     """Parameters are gathered only by the distributed optimizer, whose buckets exist only with overlapped reduction."""
     violations: list[Violation] = []
@@ -153,11 +184,28 @@ def random_models_are_trained_whole(config: RunConfig) -> list[Violation]:
 
 
 def recompute_names_what_it_can(config: RunConfig) -> list[Violation]:
-    """Selective recomputation names modules of the layer; other granularities take no list."""
-    recompute = config.model.recompute
-    key = "model.recompute.modules"
-    if recompute.granularity is not RecomputeGranularity.selective:
-        return []
+    """Selective recomputation names modules of the layer, full recomputation counts layers; neither takes what the
+    other reads, and without recomputation nothing is taken."""
+    recompute, default = config.model.recompute, RecomputeConfig()
+    key, granularity = "model.recompute.modules", recompute.granularity
+    unused: list[tuple[str, object, object]] = []
+    if granularity is not RecomputeGranularity.full:
+        unused.append(("method", recompute.method.name, default.method.name))
+        unused.append(("num_layers", recompute.num_layers, default.num_layers))
+    if granularity is not RecomputeGranularity.selective:
+        unused.append(("modules", recompute.modules, default.modules))
+    violations = [
+        Violation(
+            key=f"model.recompute.{name}",
+            value=value,
+            rule=f"has no use with model.recompute.granularity={granularity.name}",
+            remedy=f"leave it out, or use granularity={'selective' if name == 'modules' else 'full'}",
+        )
+        for name, value, usual in unused
+        if value != usual
+    ]
+    if violations or granularity is not RecomputeGranularity.selective:
+        return violations
     if not recompute.modules:
         remedy = f"name some of {', '.join(_RECOMPUTABLE)}, or use granularity=none"
         return [Violation(key=key, value="[]", rule="must not be empty", remedy=remedy)]
@@ -174,34 +222,21 @@ def recompute_names_what_it_can(config: RunConfig) -> list[Violation]:
 
 
 def recompute_fits_layers(config: RunConfig, shape: ModelShape, *, role: str) -> list[Violation]:
-    """Full recomputation counts layers of a stage (uneven stages are looked at where they are built)."""
+    """Full recomputation counts layers of a stage, or of its chunks."""
     recompute, layout = config.model.recompute, (config.actor if role == "actor" else config.critic).parallelism
-    chunks = layout.pipeline * (layout.virtual_pipeline or 1)
-    if recompute.granularity is not RecomputeGranularity.full or chunks < 1 or recompute.num_layers < 1:
+    if recompute.granularity is not RecomputeGranularity.full or recompute.num_layers < 1:
         return []
-    if shape.num_hidden_layers % chunks or layout.first_stage_layers or layout.last_stage_layers:
-        return []
-    layers = shape.num_hidden_layers // chunks
-    if recompute.method is RecomputeMethod.uniform and layers % recompute.num_layers:
-        rule = f"must divide the {layers} layers of a stage of {role} with method=uniform"
-    elif recompute.num_layers > layers:
-        rule = f"must be at most the {layers} layers of a stage of {role}"
-    else:
-        return []
-    key, remedy = "model.recompute.num_layers", f"use {divisors(layers)}"
-    return [Violation(key=key, value=recompute.num_layers, rule=rule, remedy=remedy)]
-
-
-def fp8_has_what_it_needs(config: RunConfig) -> list[Violation]:
-    """Fp8 is Transformer Engine's: CUDA, its layers, 16-bit parameters. `cluster.device=auto` is settled later."""
-    model = config.model
-    if model.fp8 is None:
-        return []
-    broken: list[tuple[str, str]] = []
-    if config.cluster.device is DeviceKind.cpu:
-        broken.append(("needs a GPU: fp8 matrix products are CUDA kernels", "set model.fp8=null"))
-    if model.layer_spec is LayerSpec.local:
-        broken.append(("needs the layers of Transformer Engine", "set model.layer_spec=auto"))
-    if model.dtype is not Dtype.bfloat16:
-        broken.append((f"needs 16-bit parameters, not model.dtype={model.dtype.name}", "set model.dtype=bfloat16"))
-    return [Violation(key="model.fp8", value=model.fp8.name, rule=rule, remedy=remedy) for rule, remedy in broken]
+    if layout.pipeline < 1 or pipeline_violations(layout, shape.num_hidden_layers, key=role):
+        return []  # refused for itself
+    uniform = recompute.method is RecomputeMethod.uniform
+    what = "a chunk of a stage" if layout.virtual_pipeline else "a stage"
+    for layers in chunk_layers(layout, shape.num_hidden_layers):
+        if uniform and layers % recompute.num_layers:
+            rule = f"must divide the {layers} layers of {what} of {role} with method=uniform"
+        elif recompute.num_layers > layers:
+            rule = f"must be at most the {layers} layers of {what} of {role}"
+        else:
+            continue
+        remedy = f"use {divisors(layers) if uniform else f'1 to {layers}'}"
+        return [Violation(key="model.recompute.num_layers", value=recompute.num_layers, rule=rule, remedy=remedy)]
+    return []

@@ -1,6 +1,13 @@
 """Rules about single values and about values of one section."""
 
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import cast
+
 from megappo.config.layout_rules import needs_critic, roles
+from megappo.config.model import RandomModelConfig
+from megappo.config.pipeline_rules import divisors
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
@@ -11,6 +18,8 @@ _POSITIVE = (
     "rollout.num_engines rollout.tensor rollout.sampling.max_new_tokens rollout.validation.max_new_tokens "
     "rollout.start_timeout_s rollout.request_timeout_s rollout.sglang.max_total_tokens "
     "rollout.sglang.mem_fraction_static rollout.sglang.max_running_requests "
+    "rollout.parity.dump_tokens rollout.parity.dump_files "
+    "rollout.recovery.health_interval_s rollout.recovery.hang_timeout_s rollout.recovery.slow_factor "
     "weight_sync.bucket_bytes weight_sync.timeout_s "
     "cluster.num_cpus cluster.start_timeout_s cluster.object_store_bytes "
     "data.max_prompt_tokens data.train.size data.validation.size reward.workers reward.timeout_s "
@@ -44,13 +53,16 @@ _POSITIVE = (
 
 _NOT_NEGATIVE = (
     "trainer.critic_warmup trainer.num_rollout_samples seed data.train.skip data.validation.skip "
-    "rollout.validation.temperature "
+    "rollout.validation.temperature rollout.parity.dump rollout.partial.extra_prompts "
+    "rollout.recovery.max_restarts rollout.recovery.backoff_s rollout.recovery.max_backoff_s weight_sync.retries "
     + " ".join(
         f"{role}.optim.{key}"
         for role in ("actor", "critic", "sft")
         for key in ("min_lr", "weight_decay", "clip_grad", "warmup_steps", "max_skipped_steps", "momentum")
     )
 ).split()
+
+_OBJECT_STORE_MINIMUM_BYTES = 75 * 1024**2
 
 _FREQUENCIES = ("trainer.save_freq", "trainer.test_freq")
 
@@ -63,6 +75,38 @@ def value_of(config: RunConfig, key: str) -> object:
             return None
         value = getattr(value, part)
     return value
+
+
+def numbers_are_finite(config: RunConfig) -> list[Violation]:
+    """Every number is one: neither NaN nor infinite. Those of the algorithm section have rules of their own, since some
+    of them bound others and may be infinite there."""
+    sections = {entry.name: cast(object, getattr(config, entry.name)) for entry in fields(config)}
+    found = [pair for name, section in sections.items() if name != "algorithm" for pair in _floats(section, name)]
+    return [
+        Violation(
+            key=key,
+            value=value,
+            rule="is not a number" if math.isnan(value) else "must be finite",
+            remedy="use a finite number",
+        )
+        for key, value in found
+        if not math.isfinite(value)
+    ]
+
+
+def _floats(value: object, key: str) -> Iterator[tuple[str, float]]:
+    """Yield (key, value) of every float at or below `key`."""
+    if isinstance(value, float):
+        yield key, value
+    elif is_dataclass(value):
+        for entry in fields(value):
+            yield from _floats(cast(object, getattr(value, entry.name)), f"{key}.{entry.name}")
+    elif isinstance(value, dict):
+        for name, inner in cast(dict[object, object], value).items():
+            yield from _floats(inner, f"{key}[{name}]")
+    elif isinstance(value, list):
+        for index, inner in enumerate(cast(list[object], value)):
+            yield from _floats(inner, f"{key}[{index}]")
 
 
 def sizes_are_positive(config: RunConfig) -> list[Violation]:
@@ -99,6 +143,36 @@ def frequencies_are_positive_or_off(config: RunConfig) -> list[Violation]:
     return violations
 
 
+def object_store_is_large_enough(config: RunConfig) -> list[Violation]:
+    """A Ray that is started here refuses a store below its own minimum (ray/_private/ray_constants.py)."""
+    size = config.cluster.object_store_bytes
+    if config.cluster.address is not None or not 0 < size < _OBJECT_STORE_MINIMUM_BYTES:
+        return []
+    rule, remedy = "is less than Ray takes", f"use {_OBJECT_STORE_MINIMUM_BYTES} or more"
+    return [Violation(key="cluster.object_store_bytes", value=size, rule=rule, remedy=remedy)]
+
+
+def random_model_sizes_fit(config: RunConfig) -> list[Violation]:
+    """The model that `megappo sft` makes can be made."""
+    return [] if config.sft.random_model is None else random_model_violations(config.sft.random_model)
+
+
+def random_model_violations(model: RandomModelConfig) -> list[Violation]:
+    """Return the sizes that do not fit each other; the same where the model is made."""
+    heads, groups, hidden = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
+    if min(heads, groups, hidden) < 1:
+        return []  # refused as values
+    violations: list[Violation] = []
+    if hidden % (2 * heads):
+        rule = f"must be a multiple of 2 * num_attention_heads={heads}: rotary embeddings turn pairs"
+        remedy = f"use {-(-hidden // (2 * heads)) * 2 * heads}"
+        violations.append(Violation(key="sft.random_model.hidden_size", value=hidden, rule=rule, remedy=remedy))
+    if heads % groups:
+        rule, remedy = f"must divide num_attention_heads={heads}", f"use {divisors(heads)}"
+        violations.append(Violation(key="sft.random_model.num_key_value_heads", value=groups, rule=rule, remedy=remedy))
+    return violations
+
+
 def mini_batch_divides_step(config: RunConfig) -> list[Violation]:
     """A mini-batch is counted in prompts and divides the prompts of a step."""
     batching = config.batching
@@ -119,7 +193,7 @@ def mini_batch_divides_step(config: RunConfig) -> list[Violation]:
 
 
 def training_samples_are_drawn(config: RunConfig) -> list[Violation]:
-    """Training samples come from a distribution: temperature above 0, a usable top_p and top_k."""
+    """Training samples come from a distribution: temperature above 0."""
     violations: list[Violation] = []
     if config.rollout.sampling.temperature <= 0:
         violations.append(
@@ -130,16 +204,6 @@ def training_samples_are_drawn(config: RunConfig) -> list[Violation]:
                 remedy="use 1.0; temperature 0 (greedy) is for rollout.validation",
             )
         )
-    for section in ("sampling", "validation"):
-        top_p, top_k = value_of(config, f"rollout.{section}.top_p"), value_of(config, f"rollout.{section}.top_k")
-        if isinstance(top_p, float) and not 0 < top_p <= 1:
-            violations.append(
-                Violation(key=f"rollout.{section}.top_p", value=top_p, rule="must be in (0, 1]", remedy="1.0 is off")
-            )
-        if isinstance(top_k, int) and top_k != -1 and top_k <= 0:
-            violations.append(
-                Violation(key=f"rollout.{section}.top_k", value=top_k, rule="must be positive", remedy="-1 is off")
-            )
     return violations
 
 

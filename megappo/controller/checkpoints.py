@@ -5,10 +5,11 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 from megappo.config.trainer import TrainerConfig
-from megappo.controller.state import LoopState
+from megappo.controller.state import DrawPosition, LoopState, OpenDraw
 from megappo.controller.step import Components
 from megappo.errors import CheckpointError
 from megappo.observability.run_directory import write_atomically
@@ -34,9 +35,7 @@ def save_checkpoint(parts: Components, state: LoopState, directory: Path, *, kee
             parts.critic.save(str(aside / "critic"))
         loop = {
             "step": state.step,
-            "next_group_id": state.next_group_id,
-            "next_sequence_id": state.next_sequence_id,
-            "sampler": parts.sampler.state_dict(),
+            "position": asdict(state.position),
             "kl_coefficient": parts.kl_coefficient.state_dict(),
         }
         write_atomically(aside / _LOOP_FILE, json.dumps(loop, indent=1))
@@ -81,11 +80,13 @@ def find_checkpoint(trainer: TrainerConfig, directory: Path) -> Path | None:
 
 
 def load_checkpoint(parts: Components, folder: Path) -> LoopState:
-    """Restore models, optimizers, sampler and controller; returns the loop's state."""
+    """Restore models, optimizers, draws and KL controller; returns the loop's state."""
     loop = json.loads((folder / _LOOP_FILE).read_text())
     parts.actor.load(str(folder / "actor"))
     if parts.critic is not None:
         parts.critic.load(str(folder / "critic"))
-    parts.sampler.load_state_dict(loop["sampler"])
     parts.kl_coefficient.load_state_dict(loop["kl_coefficient"])
-    return LoopState(step=loop["step"], next_group_id=loop["next_group_id"], next_sequence_id=loop["next_sequence_id"])
+    open_draws = [OpenDraw(**draw) for draw in loop["position"]["open_draws"]]
+    position = DrawPosition(**(loop["position"] | {"open_draws": open_draws}))
+    parts.step_sampler.restore(position)
+    return LoopState(step=loop["step"], position=position)

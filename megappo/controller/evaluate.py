@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megappo.controller.rollouts import ScoredRollouts, draw_prompts, generate_and_score
-from megappo.controller.state import LoopState
+from megappo.controller.state import DrawIds
 from megappo.controller.step import Components
 from megappo.data.types import Prompt
 from megappo.observability.metrics import Metrics, mean, total
@@ -18,7 +18,7 @@ def evaluate(parts: Components, prompts: Sequence[Prompt]) -> tuple[Metrics, Sco
 
     Returns `val/reward/mean` (over prompts), `val/response_tokens/mean`, `val/truncated_ratio`, and the rollouts.
     """
-    ids = LoopState(next_group_id=_VALIDATION_IDS, next_sequence_id=_VALIDATION_IDS)
+    ids = DrawIds(next_group_id=_VALIDATION_IDS, next_sequence_id=_VALIDATION_IDS)
     timer = PhaseTimer()
     rollouts = generate_and_score(
         draw_prompts(prompts, ids, num_samples=1),

@@ -1,16 +1,26 @@
-"""The training loop: resume, push weights, validate, step, save, validate, and what is told of it."""
+"""The training loop: resume, push weights, validate, then step by step in one of two orders.
 
-from collections.abc import Sequence
+Both orders are made of the same hops (`controller.sampling`, `controller.step`), and a step ends the same way in both:
+new weights with the engines, validation when due, metrics. A loop in another order is one more method here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from megappo.config.trainer import ControllerKind
+from megappo.controller.ahead import SamplingAhead
 from megappo.controller.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
 from megappo.controller.evaluate import evaluate
 from megappo.controller.rollouts import ScoredRollouts
+from megappo.controller.sampling import StepRollouts
 from megappo.controller.state import LoopState
-from megappo.controller.step import Components, StepResult, hand_over, run_ppo_step
+from megappo.controller.step import Components, StepResult, hand_over, learn, step_metrics
 from megappo.data.types import Prompt
-from megappo.observability.metrics import Metrics
+from megappo.observability.metrics import Metrics, merge
+from megappo.observability.timing import PhaseTimer
 
 
 class LoopObserver(Protocol):
@@ -37,6 +47,16 @@ class LoopObserver(Protocol):
         ...
 
 
+@dataclass(kw_only=True, slots=True)
+class _Step:
+    """A step under way."""
+
+    number: int
+    timer: PhaseTimer
+    metrics: list[Metrics] = field(default_factory=list[Metrics])
+    trained: ScoredRollouts | None = None
+
+
 class PPOController:
     """Runs steps until the configured end. Holds no tensors."""
 
@@ -49,7 +69,7 @@ class PPOController:
         observer: LoopObserver,
     ) -> None:
         self.parts = parts
-        self.state = LoopState()
+        self.state = LoopState(position=parts.step_sampler.position())
         self._validation = validation
         self._checkpoint_dir = checkpoint_dir
         self._observer = observer
@@ -72,19 +92,69 @@ class PPOController:
 
     def fit(self) -> LoopState:
         """Run the loop after `prepare`; returns the final state. Raises what a step raises; checkpoints stay."""
-        trainer = self.parts.config.trainer
-        if trainer.val_before_train:
+        config = self.parts.config
+        if config.trainer.val_before_train:
             self.validate()
-        while self.state.step < self.total_steps:
-            step = self.state.step + 1
-            last = step == self.total_steps
-            result = run_ppo_step(
-                self.parts, self.state, save=self.save if due(trainer.save_freq, step, last=last) else None
-            )
-            if due(trainer.test_freq, step, last=last):
-                result = StepResult(result.metrics | self.validate(), result.rollouts)
-            self._observer.on_step(step, self.total_steps, result)
+        orders = {
+            ControllerKind.synchronous: self._run_synchronous,
+            ControllerKind.one_step_off: self._run_one_step_off,
+        }
+        orders[config.controller]()
         return self.state
+
+    def _run_synchronous(self) -> None:
+        """Sample, learn, hand over: every step trains on what the newest weights sampled."""
+        for number in self._numbers():
+            with self._step(number) as step:
+                sampled = self.parts.step_sampler.sample(number, step.timer)
+                self._learn(step, sampled)
+                self._hand_over(step)
+
+    def _run_one_step_off(self) -> None:
+        """Sample step k + 1 while step k is learned, hand over between: rollouts are one version old (those of the
+        first step are not). What sampling fails with is raised before the next hop of the step that is learned."""
+        ahead = SamplingAhead(self.parts.step_sampler)
+        for number in self._numbers():
+            with self._step(number, before_hop=ahead.check) as step:
+                sampled = ahead.take(number, step.timer)
+                if number < self.total_steps:
+                    ahead.begin(number + 1)
+                self._learn(step, sampled)
+                ahead.wait(step.timer)
+                self._hand_over(step)
+
+    def _numbers(self) -> range:
+        return range(self.state.step + 1, self.total_steps + 1)
+
+    @contextmanager
+    def _step(self, number: int, *, before_hop: Callable[[], None] | None = None) -> Iterator[_Step]:
+        """Time the body, then hop 11: validate when due, and tell of the step. No engine works for the loop then."""
+        step = _Step(number=number, timer=PhaseTimer(before_hop))
+        with step.timer.phase("step"):
+            yield step
+        assert step.trained is not None
+        step.metrics.append(step.timer.metrics())
+        step.metrics.append(step_metrics(self.parts, step.trained, step=number, seconds=step.timer.seconds("step")))
+        if self._is_due(self.parts.config.trainer.test_freq):
+            step.metrics.append(self.validate())
+        step.metrics.append(self.parts.rollout.take_metrics())
+        self._observer.on_step(number, self.total_steps, StepResult(merge(step.metrics), step.trained))
+
+    def _learn(self, step: _Step, sampled: StepRollouts) -> None:
+        """Hops 3-9: learn, and save when due, before the hand-over, whose failure must not cost a checkpoint."""
+        step.trained = sampled.train
+        with self.parts.weight_sync.training():
+            step.metrics += [sampled.metrics, learn(self.parts, sampled, step=step.number, timer=step.timer)]
+            self.state.step, self.state.position = step.number, sampled.position
+            if self._is_due(self.parts.config.trainer.save_freq):
+                with step.timer.phase("save"):
+                    self.save()
+
+    def _hand_over(self, step: _Step) -> None:
+        """Hop 10: the engines get the new weights."""
+        assert step.trained is not None
+        with step.timer.phase("weight_sync"):
+            step.metrics.append(hand_over(self.parts, step.number, asleep=bool(step.trained.sequences)))
 
     def validate(self) -> Metrics:
         """Run validation, tell the observer and return its metrics; none without validation prompts."""
@@ -99,7 +169,7 @@ class PPOController:
         keep = self.parts.config.trainer.max_checkpoints
         self._observer.on_checkpoint(save_checkpoint(self.parts, self.state, self._checkpoint_dir, keep=keep))
 
-
-def due(frequency: int, step: int, *, last: bool) -> bool:
-    """Whether something of the given frequency (-1: never) is due after `step`; the last step counts."""
-    return frequency > 0 and (last or step % frequency == 0)
+    def _is_due(self, frequency: int) -> bool:
+        """Whether something of the given frequency (-1: never) is due after the current step; the last step counts."""
+        step = self.state.step
+        return frequency > 0 and (step == self.total_steps or step % frequency == 0)

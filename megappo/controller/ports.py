@@ -6,6 +6,7 @@ Implementations: `megappo.cluster` (Ray) and `tests/fakes` (one process).
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,7 @@ class SequenceInfo:
     response_tokens: int
     finish_reason: str
     policy_version: int
+    """Oldest version of the weights that sampled one of its tokens."""
     row: int
     """Row of the prompt in its source."""
 
@@ -75,17 +77,40 @@ class Shard:
 class RolloutClient(Protocol):
     """The engines. Sampled tokens stay with them until `pack`."""
 
-    def generate(self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int) -> Iterator[FinishedGroup]:
-        """Yield groups as they finish. Raises EngineError when an engine fails."""
+    def generate(
+        self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int, wanted: int | None = None
+    ) -> Iterator[FinishedGroup]:
+        """Yield groups as they finish.
+
+        With `wanted`, the rest is aborted once so many are complete; one that ends in that moment is yielded, too. The
+        engines keep what aborted groups have sampled: a later call with the same draw (and ids) goes on from there,
+        within the same number of new tokens. One call at a time; the other methods may be called meanwhile from
+        another thread.
+
+        Raises:
+            EngineError: an engine failed.
+        """
         ...
 
     def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
         """Cut sampled sequences (by id) into shards. The engines forget them, and those to `forget`; others stay."""
         ...
 
-    def sleep(self) -> None: ...
+    def take_metrics(self) -> Metrics:
+        """How the engines were used since the last call: goodput, idle shares, retries, restarts."""
+        ...
 
-    def wake(self) -> None: ...
+    def sleep(self) -> None:
+        """Give the devices to the trainers. Called between generations only, as is what takes them back."""
+        ...
+
+    def wake_weights(self) -> None:
+        """Take back the memory of the weights, which then hold nothing until they are handed over."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Take back the rest, once the engines have their weights."""
+        ...
 
 
 class RewardClient(Protocol):
@@ -140,8 +165,14 @@ class ActorClient(Protocol):
         values: Sequence[Ref[TokenField]] | None,
         old_log_probs: Sequence[Ref[TokenField]] | None,
         ref_log_probs: Sequence[Ref[TokenField]] | None,
+        current: Sequence[np.ndarray],
     ) -> tuple[list[Ref[Experience]], list[ExperienceTotals]]:
-        """Advantages, returns and correction; `sequence_advantages` is given by estimators of scope `sequence`."""
+        """Advantages, returns and correction; `sequence_advantages` is given by estimators of scope `sequence`,
+        `current` [B] bool says which sequences the current weights sampled."""
+        ...
+
+    def read_sequences(self, experience: Sequence[Ref[Experience]], sequence_ids: Sequence[int]) -> Experience:
+        """Bring a few sequences here, in any order."""
         ...
 
     def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:
@@ -191,6 +222,10 @@ class CriticClient(Protocol):
 
 class WeightSync(Protocol):
     """The hand-over of actor weights to the engines."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """While it is open, the trainer computes: an engine that was restarted waits with its weights for the end."""
+        ...
 
     def push(self, version: int) -> Metrics:
         """Hand the actor's weights to every engine; all then answer with `version`. Raises EngineError otherwise."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megappo.algo.advantages.base import SequenceInputs
 from megappo.config.rollout import SamplingConfig
 from megappo.controller.ports import Draw, RewardClient, RolloutClient, SequenceInfo
-from megappo.controller.state import LoopState
+from megappo.controller.state import DrawIds
 from megappo.data.types import Prompt
 from megappo.errors import EngineError
-from megappo.observability.metrics import Metrics, maximum, mean
+from megappo.observability.metrics import Metrics, maximum, mean, total
 from megappo.observability.timing import PhaseTimer
 from megappo.rewards.types import Reward, Sample
 
@@ -77,24 +78,45 @@ class ScoredRollouts:
         return np.array([info.response_tokens for info in self.sequences], dtype=np.int64)
 
     @property
+    def policy_versions(self) -> np.ndarray:
+        """Oldest version of the weights that sampled a token of each sequence, [B] int64."""
+        return np.array([info.policy_version for info in self.sequences], dtype=np.int64)
+
+    @property
     def truncated(self) -> np.ndarray:
         """Whether the response ended by length, [B] bool."""
         return np.array([info.finish_reason == "length" for info in self.sequences], dtype=np.bool_)
 
 
-def draw_prompts(prompts: Sequence[Prompt], state: LoopState, *, num_samples: int) -> list[Draw]:
+def sequence_inputs(rollouts: ScoredRollouts, scores: np.ndarray) -> SequenceInputs:
+    """Return what estimators see of every sequence.
+
+    Args:
+        scores: [B] float64: as the reward gave them, or with what the algorithm adds.
+    """
+    return SequenceInputs(
+        scores=scores,
+        sequence_ids=np.array([info.sequence_id for info in rollouts.sequences], dtype=np.int64),
+        group_ids=rollouts.group_ids,
+        response_tokens=rollouts.response_lengths,
+        parts=[reward.parts for reward in rollouts.rewards],
+        greedy_scores=rollouts.greedy_baseline,
+    )
+
+
+def draw_prompts(prompts: Sequence[Prompt], ids: DrawIds, *, num_samples: int) -> list[Draw]:
     """Give every drawn prompt a fresh group id and its samples their sequence ids."""
     return [
-        Draw(group_id=state.take_group_id(), prompt=prompt, sequence_ids=state.take_sequence_ids(num_samples))
+        Draw(group_id=ids.take_group_id(), prompt=prompt, sequence_ids=ids.take_sequence_ids(num_samples))
         for prompt in prompts
     ]
 
 
-def add_greedy(draws: Sequence[Draw], state: LoopState) -> dict[int, Draw]:
+def add_greedy(draws: Sequence[Draw], ids: DrawIds) -> dict[int, Draw]:
     """Return, by the group id of each draw, a draw of one greedy answer to the same prompt."""
     return {
         draw.group_id: Draw(
-            group_id=state.take_group_id(), prompt=draw.prompt, sequence_ids=state.take_sequence_ids(1), greedy=True
+            group_id=ids.take_group_id(), prompt=draw.prompt, sequence_ids=ids.take_sequence_ids(1), greedy=True
         )
         for draw in draws
     }
@@ -115,8 +137,9 @@ def generate_and_score(
     reward: RewardClient,
     seed: int,
     timer: PhaseTimer,
+    wanted: int | None = None,
 ) -> ScoredRollouts:
-    """Generate all draws; every group goes to the reward the moment it is finished.
+    """Generate all draws, or until `wanted` of them are complete; every group goes to the reward the moment it is.
 
     Raises:
         EngineError: an engine failed, or some groups never came back.
@@ -124,11 +147,11 @@ def generate_and_score(
     """
     sequences: list[SequenceInfo] = []
     with timer.phase("generate"):
-        for group in rollout.generate(draws, sampling, seed=seed):
+        for group in rollout.generate(draws, sampling, seed=seed, wanted=wanted):
             reward.submit(group)
             sequences += group.sequences
     missing = {draw.group_id for draw in draws} - {info.group_id for info in sequences}
-    if missing:
+    if len(draws) - len(missing) < (len(draws) if wanted is None else wanted):
         raise EngineError(f"{len(missing)} of {len(draws)} groups never came back from the engines: {sorted(missing)}")
     with timer.phase("score"):
         rewards, samples = reward.collect()
@@ -165,3 +188,23 @@ def rollout_metrics(rollouts: ScoredRollouts) -> Metrics:
         for name, value in reward.parts.items():
             parts.setdefault(name, []).append(value)
     return metrics | {f"reward/{name}/mean": mean(sum(found), len(found)) for name, found in parts.items()}
+
+
+def partial_metrics(complete: ScoredRollouts, begun: Collection[int], *, unfinished: int) -> Metrics:
+    """Tell how far over-sampling with early stop sorts answers by length: who finishes first is short, so groups that
+    completed in the step they began in have shorter answers than those that had to go on.
+
+    Args:
+        complete: the groups that this step's generation completed.
+        begun: groups that an earlier step began.
+        unfinished: groups that the next step goes on with.
+    """
+    groups = complete.scores_by_group().keys()
+    continued = complete.select(groups & set(begun)).response_lengths
+    first = complete.select(groups - set(begun)).response_lengths
+    return {
+        "rollout/partial/unfinished": total(unfinished),
+        "rollout/partial/continued": total(len(groups & set(begun))),
+        "rollout/partial/first_response_tokens/mean": mean(float(first.sum()), len(first)),
+        "rollout/partial/continued_response_tokens/mean": mean(float(continued.sum()), len(continued)),
+    }

@@ -1,28 +1,35 @@
-"""Hops 1 and 2 of a step as a whole: one generation, or with dynamic sampling several until enough groups carry signal.
+"""Hops 1 and 2 of a step as a whole: draw, generate and score until there is enough to train on.
 
-Groups with signal beyond the step's need stay with their engines and are the first of the next step. They live as long
-as the process: a resumed run starts without them and draws other prompts in their place.
+One generation does, unless dynamic sampling drops groups: then there are several. Two kinds of draws outlive their step
+and are the first of the next one:
+- groups that are complete and not needed yet wait, scored, with their engines;
+- unfinished groups (`rollout.partial`) go on from what their engines keep of them, under the same ids.
+A checkpoint knows both by their rows and ids only, so a resumed run samples them anew before it draws others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megappo.algo.advantages import signal_by_group
 from megappo.algo.dynamic_sampling import SamplingDecision, SamplingOutcome, decide_sampling, prompts_to_draw
 from megappo.config.algorithm_declarations import reads_greedy_scores
 from megappo.config.run import RunConfig
-from megappo.controller.ports import RewardClient, RolloutClient
+from megappo.controller.ports import Draw, RewardClient, RolloutClient
 from megappo.controller.rollouts import (
     ScoredRollouts,
     add_greedy,
     draw_prompts,
     generate_and_score,
     join,
+    partial_metrics,
     rollout_metrics,
+    sequence_inputs,
     split_greedy,
 )
-from megappo.controller.state import LoopState
+from megappo.controller.state import DrawIds, DrawPosition, OpenDraw
 from megappo.data.sampler import PromptSampler
 from megappo.errors import MegappoError
-from megappo.observability.metrics import Metrics, total
+from megappo.observability.metrics import Metrics, mean, total
 from megappo.observability.timing import PhaseTimer
 
 
@@ -41,10 +48,12 @@ class StepRollouts:
     metrics: Metrics
     """Of everything sampled in this step, filtered groups included; of what is trained on when nothing was sampled
     because the groups carried over fill the step."""
+    position: DrawPosition
+    """Where drawing goes on after this step."""
 
 
 class StepSampler:
-    """Draws, generates and scores what a step trains on."""
+    """Draws, generates and scores what a step trains on. One thread at a time may use it."""
 
     def __init__(
         self, config: RunConfig, *, prompts: PromptSampler, rollout: RolloutClient, reward: RewardClient
@@ -53,41 +62,94 @@ class StepSampler:
         self._prompts = prompts
         self._rollout = rollout
         self._reward = reward
+        self._ids = DrawIds()
         self._carried = join([])
+        self._unfinished: list[Draw] = []
+        self._open: dict[int, Draw] = {}
+        """Group id -> draw, of all groups that no step has trained on or dropped."""
         self._held: set[int] = set()
         """Ids of all sequences that the engines hold."""
 
     @property
     def carried_ids(self) -> list[int]:
-        """Ids of the sequences that wait, with their engines, for a later step."""
+        """Ids of the complete sequences that wait, with their engines, for a later step."""
         return [info.sequence_id for info in self._carried.sequences]
 
-    def sample(self, state: LoopState, timer: PhaseTimer) -> StepRollouts:
-        """Sample one step. Raises SamplingExhaustedError; see `generate_and_score` for the rest."""
-        config = self._config.algorithm.sampling
-        if config.max_rounds == 0:
-            found = self._generate(self._config.batching.prompts_per_step, state, timer, number=0)
-            return StepRollouts(train=found, forget=self._dropped(found), metrics=rollout_metrics(found))
-        return self._sample_dynamically(state, timer)
+    @property
+    def unfinished_ids(self) -> list[int]:
+        """Ids of the sequences that the next step goes on with."""
+        return [sequence_id for draw in self._unfinished for sequence_id in draw.sequence_ids]
 
-    def _sample_dynamically(self, state: LoopState, timer: PhaseTimer) -> StepRollouts:
+    def position(self) -> DrawPosition:
+        """Return where drawing goes on."""
+        return DrawPosition(
+            next_group_id=self._ids.next_group_id,
+            next_sequence_id=self._ids.next_sequence_id,
+            sampler=self._prompts.state_dict(),
+            open_draws=[
+                OpenDraw(row=draw.prompt.row, group_id=group_id, sequence_ids=draw.sequence_ids)
+                for group_id, draw in sorted(self._open.items())
+            ],
+        )
+
+    def restore(self, position: DrawPosition) -> None:
+        """Go on where `position` was taken, in a run whose engines hold nothing: open draws are sampled anew.
+
+        Raises:
+            DataError: the position is of other prompts, another seed or another shuffle setting.
+        """
+        self._prompts.load_state_dict(position.sampler)
+        self._ids = DrawIds(next_group_id=position.next_group_id, next_sequence_id=position.next_sequence_id)
+        prompts = self._prompts.of_rows([draw.row for draw in position.open_draws])
+        self._unfinished = [
+            Draw(group_id=draw.group_id, prompt=prompts[draw.row], sequence_ids=draw.sequence_ids)
+            for draw in position.open_draws
+        ]
+        self._open = {draw.group_id: draw for draw in self._unfinished}
+
+    def sample(self, step: int, timer: PhaseTimer) -> StepRollouts:
+        """Sample what `step` (1: the first) trains on.
+
+        Raises:
+            SamplingExhaustedError: dynamic sampling ran out of rounds and is configured to stop.
+            EngineError: see `generate_and_score`.
+            WorkerError: scoring failed.
+        """
         config, target = self._config.algorithm.sampling, self._config.batching.prompts_per_step
-        found, fresh = self._carried, join([])
-        draws, rounds = prompts_to_draw(max(0, target - len(found.scores_by_group())), config), 0
+        begun, found, fresh, rounds = set(self._open), self._carried, join([]), 0
+        missing = prompts_to_draw(max(0, target - len(found.scores_by_group())), config)
         while True:
-            if draws:
-                new = self._generate(draws, state, timer, number=rounds)
-                found, fresh = join([found, new]), join([fresh, new])
-                rounds += 1
-            decision = decide_sampling(found.scores_by_group(), target=target, rounds=rounds, config=config)
+            if missing:
+                new = self._generate(missing, timer, seed=(self._config.seed * 1_000_003 + step - 1) * 101 + rounds)
+                found, fresh, rounds = join([found, new]), join([fresh, new]), rounds + 1
+            decision = self._decide(found, rounds)
             if decision.outcome is not SamplingOutcome.refill:
-                return self._settle(found, fresh, decision, rounds)
-            draws = decision.refill
+                break
+            missing = decision.refill
+        train = self._settle(found, decision)
+        metrics = self._metrics(fresh if fresh.sequences else train, decision, rounds)
+        if self._config.rollout.partial.extra_prompts:
+            metrics |= partial_metrics(fresh, begun, unfinished=len(self._unfinished))
+        return StepRollouts(train=train, forget=self._dropped(train), metrics=metrics, position=self.position())
 
-    def _settle(
-        self, found: ScoredRollouts, fresh: ScoredRollouts, decision: SamplingDecision, rounds: int
-    ) -> StepRollouts:
-        """Act on the final decision of a step."""
+    def _decide(self, found: ScoredRollouts, rounds: int) -> SamplingDecision:
+        """Choose among the groups so far; without dynamic sampling all are good, and the oldest come first."""
+        algorithm, target = self._config.algorithm, self._config.batching.prompts_per_step
+        if algorithm.sampling.max_rounds > 0:
+            signal = signal_by_group(sequence_inputs(found, found.scores), algorithm)
+            return decide_sampling(signal, target=target, rounds=rounds, config=algorithm.sampling)
+        groups = sorted(found.scores_by_group())
+        return SamplingDecision(
+            outcome=SamplingOutcome.train,
+            kept=groups[:target],
+            surplus=groups[target:],
+            filtered=[],
+            refill=0,
+            message="",
+        )
+
+    def _settle(self, found: ScoredRollouts, decision: SamplingDecision) -> ScoredRollouts:
+        """Act on the final decision of a step; returns what it trains on."""
         if decision.outcome is SamplingOutcome.stop:
             raise SamplingExhaustedError(
                 f"algorithm.sampling: {decision.message} (raise max_rounds or oversample, choose easier or harder "
@@ -95,34 +157,47 @@ class StepSampler:
             )
         waits = decision.outcome is SamplingOutcome.carry_over
         self._carried = found.select(set(decision.kept + decision.surplus if waits else decision.surplus))
-        metrics: Metrics = {
-            "rollout/sampling_rounds": total(rounds),
-            "rollout/groups_filtered": total(len(decision.filtered)),
-            "rollout/groups_carried": total(len(self._carried.scores_by_group())),
-        }
-        train = found.select(set() if waits else set(decision.kept))
-        metrics |= rollout_metrics(fresh if fresh.sequences else train)
-        return StepRollouts(train=train, forget=self._dropped(train), metrics=metrics)
+        still_open = self._carried.scores_by_group().keys() | {draw.group_id for draw in self._unfinished}
+        self._open = {group_id: draw for group_id, draw in self._open.items() if group_id in still_open}
+        return found.select(set() if waits else set(decision.kept))
+
+    def _metrics(self, sampled: ScoredRollouts, decision: SamplingDecision, rounds: int) -> Metrics:
+        metrics = rollout_metrics(sampled) | {"data/epoch": mean(self._prompts.epoch, 1)}
+        dynamic, partial = self._config.algorithm.sampling.max_rounds > 0, self._config.rollout.partial.extra_prompts
+        if dynamic:
+            metrics["rollout/sampling_rounds"] = total(rounds)
+            metrics["rollout/groups_filtered"] = total(len(decision.filtered))
+        if dynamic or partial:
+            metrics["rollout/groups_carried"] = total(len(self._carried.scores_by_group()))
+        return metrics
 
     def _dropped(self, train: ScoredRollouts) -> list[int]:
         """Return what the engines hold beside the sequences of this step and those that wait for a later one."""
-        waiting = set(self.carried_ids)
+        waiting = {*self.carried_ids, *self.unfinished_ids}
         dropped = self._held - waiting - {info.sequence_id for info in train.sequences}
-        self._held = waiting
+        self._held &= waiting
         return sorted(dropped)
 
-    def _generate(self, num_prompts: int, state: LoopState, timer: PhaseTimer, *, number: int) -> ScoredRollouts:
-        """Draw and answer prompts; `number` is the round within the step."""
-        config = self._config
-        draws = draw_prompts(self._prompts.next(num_prompts), state, num_samples=config.batching.samples_per_prompt)
-        greedy = add_greedy(draws, state) if reads_greedy_scores(config.algorithm) else {}
+    def _generate(self, count: int, timer: PhaseTimer, *, seed: int) -> ScoredRollouts:
+        """Answer prompts, unfinished ones first, until `count` groups or a few more are complete."""
+        config, extra = self._config, self._config.rollout.partial.extra_prompts
+        draws = [*self._unfinished, *self._draw(max(0, count + extra - len(self._unfinished)))]
+        greedy = add_greedy(draws, self._ids) if reads_greedy_scores(config.algorithm) else {}
+        self._open |= {draw.group_id: draw for draw in draws}
         self._held.update(sequence_id for draw in (*draws, *greedy.values()) for sequence_id in draw.sequence_ids)
         rollouts = generate_and_score(
             [*draws, *greedy.values()],
             config.rollout.sampling,
             rollout=self._rollout,
             reward=self._reward,
-            seed=(config.seed * 1_000_003 + state.step) * 101 + number,
+            seed=seed,
             timer=timer,
+            wanted=count if extra else None,
         )
+        complete = {info.group_id for info in rollouts.sequences}
+        self._unfinished = [draw for draw in draws if draw.group_id not in complete]
         return split_greedy(rollouts, greedy) if greedy else rollouts
+
+    def _draw(self, count: int) -> Sequence[Draw]:
+        prompts = self._prompts.next(count)
+        return draw_prompts(prompts, self._ids, num_samples=self._config.batching.samples_per_prompt)

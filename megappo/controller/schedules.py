@@ -66,12 +66,17 @@ class StepSchedule:
     ) -> list[UpdateRequest]:
         """Return one request per data rank. Loss weights come from the counts of the whole mini-batch.
 
+        A mini-batch without loss tokens makes no step: its gradient is 0, from which an optimizer with momentum or
+        weight decay would move the weights all the same.
+
         Args:
             loss_tokens: [B] int64, tokens of each sequence on the loss mask.
         """
         per_rank: list[list[MiniBatch]] = [[] for _ in range(layout.data)]
         for shards in self.batch.mini_batches:
-            positions = np.array(sorted(position for shard in shards for position in shard), dtype=np.int64)
+            positions = _positions_of(shards)
+            if not loss_tokens[positions].any():
+                continue
             weights = compute_loss_weights(
                 loss_tokens[positions], self.group_ids[positions], mode=aggregation, constant_length=constant_length
             )
@@ -90,6 +95,10 @@ class StepSchedule:
             for mini_batches in per_rank
         ]
 
+    def count_without_tokens(self, loss_tokens: np.ndarray) -> int:
+        """Return how many mini-batches `update_requests` leaves out: none of their tokens is on the loss mask."""
+        return sum(not loss_tokens[_positions_of(shards)].any() for shards in self.batch.mini_batches)
+
     def imbalance(self) -> float:
         """Return max / mean - 1 of the shards' costs."""
         costs = self.workload.costs(self.lengths)
@@ -101,6 +110,11 @@ class StepSchedule:
 
     def _ids(self, positions: Sequence[int]) -> list[int]:
         return [int(self.sequence_ids[position]) for position in positions]
+
+
+def _positions_of(shards: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the positions of a mini-batch, ascending."""
+    return np.array(sorted(position for shard in shards for position in shard), dtype=np.int64)
 
 
 def plan_for_layout(

@@ -1,14 +1,13 @@
 """What the loop remembers between steps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(kw_only=True, slots=True)
-class LoopState:
-    """Counters of the loop; all of it is part of a checkpoint."""
+class DrawIds:
+    """Ids that no draw has used yet."""
 
-    step: int = 0
-    """Steps finished; also the version of the weights that the engines hold after the step."""
     next_group_id: int = 0
     """Group ids are fresh per draw: two draws of one row are two groups."""
     next_sequence_id: int = 0
@@ -22,3 +21,33 @@ class LoopState:
         """Return `count` unused sequence ids."""
         self.next_sequence_id += count
         return list(range(self.next_sequence_id - count, self.next_sequence_id))
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OpenDraw:
+    """A draw that no step has trained on or dropped: its answers are unfinished, or wait for a later step."""
+
+    row: int
+    group_id: int
+    sequence_ids: list[int]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DrawPosition:
+    """Where drawing goes on after a step: with the open draws, then with what the sampler gives next."""
+
+    next_group_id: int
+    next_sequence_id: int
+    # Any: what PromptSampler.state_dict returns, plain numbers and strings.
+    sampler: dict[str, Any]
+    open_draws: list[OpenDraw]
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopState:
+    """What a checkpoint holds of the loop, beside the KL controller."""
+
+    step: int = 0
+    """Steps finished; also the version of the weights that the engines hold after the step."""
+    position: DrawPosition
+    """After the draws of that step: engines may be ahead of it."""

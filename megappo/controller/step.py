@@ -3,7 +3,6 @@
 Shapes: B sequences of the step. Tokens never come here: shards, log-probs, values and experience are handles.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +15,8 @@ from megappo.algo.advantages import (
     group_metrics,
     needs_sequence_advantages,
 )
-from megappo.algo.experience import ExperienceTotals, RewardTotals, merge_experience_metrics, merge_whitening
+from megappo.algo.diagnostics import merge_pairs
+from megappo.algo.experience import ExperienceTotals, merge_experience_metrics, merge_whitening
 from megappo.algo.kl import KLCoefficient
 from megappo.algo.losses import aggregation_of
 from megappo.algo.selection import close_selection, count_selected, open_selection
@@ -24,17 +24,18 @@ from megappo.balance.workload import Workload
 from megappo.batch.refs import Ref
 from megappo.batch.requests import TokenSelection, Whitening
 from megappo.batch.stages import Experience, TokenField
-from megappo.config.algorithm import Aggregation, AlgorithmConfig, OldLogProbs
-from megappo.config.algorithm_declarations import AdvantageScope, reads_old_log_probs, selects_tokens
+from megappo.config.algorithm import Aggregation, AlgorithmConfig
+from megappo.config.algorithm_declarations import AdvantageScope, selects_tokens
 from megappo.config.run import RunConfig
+from megappo.controller.order import engines_take_turns, needs_old_log_probs
+from megappo.controller.parity import ParitySink, StepComparison, check_parity, check_update, gather_gaps
 from megappo.controller.ports import ActorClient, CriticClient, RewardClient, RolloutClient, Shard, WeightSync
-from megappo.controller.rollouts import ScoredRollouts
+from megappo.controller.rollouts import ScoredRollouts, sequence_inputs
 from megappo.controller.sampling import StepRollouts, StepSampler
 from megappo.controller.schedules import StepSchedule, schedule_step
-from megappo.controller.state import LoopState
 from megappo.controller.throughput import StepThroughput
 from megappo.data.sampler import PromptSampler
-from megappo.observability.metrics import Metrics, mean, merge, minimum, total
+from megappo.observability.metrics import Metrics, maximum, mean, merge, minimum, total
 from megappo.observability.timing import PhaseTimer
 
 
@@ -53,9 +54,13 @@ class Components:
     workload: Workload
     """What a sequence costs the actor."""
     throughput: StepThroughput
+    parity: ParitySink = field(default_factory=ParitySink)
+    """Who hears of steps in which engines and trainer disagree."""
     step_sampler: StepSampler = field(init=False)
 
     def __post_init__(self) -> None:
+        # A loss from outside that cannot be had is refused before anything is sampled for it.
+        aggregation_of(self.config.algorithm)
         self.step_sampler = StepSampler(self.config, prompts=self.sampler, rollout=self.rollout, reward=self.reward)
 
 
@@ -67,38 +72,18 @@ class StepResult(NamedTuple):
     """What was trained on."""
 
 
-def run_ppo_step(parts: Components, state: LoopState, *, save: Callable[[], None] | None = None) -> StepResult:
-    """Run one step: sample, score, learn, save, hand the weights over. The state's counters advance.
+def learn(parts: Components, sampled: StepRollouts, *, step: int, timer: PhaseTimer) -> Metrics:
+    """Hops 3-8 of a step: schedule, log-probs, values, experience, updates. Engines on the trainers' devices sleep from
+    the first pass on.
 
     Args:
-        save: writes a checkpoint when one is due; before the hand-over, whose failure must not cost it.
+        sampled: of hops 1 and 2; where it holds nothing to train on, the engines forget what was dropped, and that is
+            all.
     """
-    timer = PhaseTimer()
-    with timer.phase("step"):
-        # 1-2  prompts and rollouts, scored as they finish
-        sampled = parts.step_sampler.sample(state, timer)
-        metrics = [sampled.metrics]
-        learned = bool(sampled.train.sequences)
-        if learned:
-            metrics.append(learn(parts, state, sampled, timer))
-        else:
-            # As in `learn`: the engines forget the tokens of groups that were dropped.
-            parts.rollout.pack([], forget=sampled.forget)
-        state.step += 1
-        # 9  save when due
-        if save is not None:
-            with timer.phase("save"):
-                save()
-        # 10  the engines get the new weights
-        with timer.phase("weight_sync"):
-            metrics.append(hand_over(parts, state.step, asleep=learned))
-    metrics += [timer.metrics(), step_metrics(parts, sampled.train, seconds=timer.seconds("step"))]
-    return StepResult(merge(metrics), sampled.train)
-
-
-def learn(parts: Components, state: LoopState, sampled: StepRollouts, timer: PhaseTimer) -> Metrics:
-    """Hops 3-8: schedule, log-probs, values, experience, updates. The engines sleep from the first pass on."""
     config, rollouts = parts.config, sampled.train
+    if not rollouts.sequences:
+        parts.rollout.pack([], forget=sampled.forget)
+        return {}
     # 3  who computes what
     schedule = schedule_step(
         rollouts,
@@ -108,11 +93,15 @@ def learn(parts: Components, state: LoopState, sampled: StepRollouts, timer: Pha
         workload=parts.workload,
     )
     shards = parts.rollout.pack(schedule.shard_ids(), forget=sampled.forget)
-    parts.rollout.sleep()
+    if engines_take_turns(config):
+        parts.rollout.sleep()
     # 4-6  log-probs, values, experience
-    experience, totals, metrics = make_experience(parts, rollouts, schedule, shards, timer)
+    current = rollouts.policy_versions == step - 1
+    experience, totals, metrics = make_experience(parts, rollouts, schedule, shards, current, timer)
+    compare_engines(parts, rollouts, schedule, experience, totals, step=step)
     # 7-8  critic, then actor once the critic is warm
-    updated = update_models(parts, state, schedule, experience, totals, timer)
+    updated = update_models(parts, schedule, experience, totals, step=step, timer=timer)
+    updated = check_update(updated, step=step, all_current=bool(current.all()), config=config, sink=parts.parity)
     rates = parts.throughput.phases(
         rollouts.lengths,
         response_tokens=int(rollouts.response_lengths.sum()),
@@ -124,23 +113,19 @@ def learn(parts: Components, state: LoopState, sampled: StepRollouts, timer: Pha
     return merge([metrics, updated, rates, {"schedule/imbalance": mean(schedule.imbalance(), 1)}])
 
 
-def needs_old_log_probs(config: RunConfig) -> bool:
-    """Whether log-probs are recomputed before the update.
-
-    `auto` skips the pass when the batch is used for one optimizer step (then old equals current), all of it was
-    sampled by the current weights (dynamic sampling may carry groups over) and nothing before the update asks for it.
-    """
-    algorithm, batching = config.algorithm, config.batching
-    if algorithm.old_log_probs is not OldLogProbs.auto:
-        return algorithm.old_log_probs is OldLogProbs.recompute
-    several_steps = batching.ppo_epochs * batching.num_mini_batches > 1
-    return several_steps or algorithm.sampling.max_rounds > 0 or reads_old_log_probs(algorithm)
-
-
 def make_experience(
-    parts: Components, rollouts: ScoredRollouts, schedule: StepSchedule, shards: list[Shard], timer: PhaseTimer
+    parts: Components,
+    rollouts: ScoredRollouts,
+    schedule: StepSchedule,
+    shards: list[Shard],
+    current: np.ndarray,
+    timer: PhaseTimer,
 ) -> tuple[list[Ref[Experience]], list[ExperienceTotals], Metrics]:
-    """Hops 4-6: old and reference log-probs, values, token rewards, advantages, correction."""
+    """Hops 4-6: old and reference log-probs, values, token rewards, advantages, correction.
+
+    Args:
+        current: [B] bool, whether the actor's weights of now sampled the sequence.
+    """
     config, actor, critic = parts.config, parts.actor, parts.critic
     algorithm = config.algorithm
     old: list[Ref[TokenField]] | None = None
@@ -169,7 +154,7 @@ def make_experience(
             ref_log_probs=ref,
             kl_coef=parts.kl_coefficient.value,
         )
-        inputs = sequence_inputs(rollouts, schedule, reward_totals)
+        inputs = sequence_inputs(rollouts, schedule.gather([totals.returns for totals in reward_totals]))
         experience, totals = actor.build_experience(
             shards,
             rewards=rewards,
@@ -178,26 +163,37 @@ def make_experience(
             values=values,
             old_log_probs=old,
             ref_log_probs=ref,
+            current=schedule.per_shard(current),
         )
-    metrics += [merge_experience_metrics(totals), group_metrics(inputs), *(part.metrics for part in reward_totals)]
+    metrics += [merge_experience_metrics(totals), group_metrics(inputs, algorithm)]
+    metrics += [part.metrics for part in reward_totals]
     if algorithm.kl.in_reward.coef > 0:
         metrics.append({"kl/in_reward/coef": mean(parts.kl_coefficient.value, 1)})
         parts.kl_coefficient.update([part.kl for part in reward_totals])
     return experience, totals, merge(metrics)
 
 
-def sequence_inputs(
-    rollouts: ScoredRollouts, schedule: StepSchedule, reward_totals: list[RewardTotals]
-) -> SequenceInputs:
-    """Return what is known of every sequence once its token rewards are summed."""
-    return SequenceInputs(
-        scores=schedule.gather([totals.returns for totals in reward_totals]),
-        sequence_ids=schedule.sequence_ids,
-        group_ids=rollouts.group_ids,
-        response_tokens=rollouts.response_lengths,
-        parts=[reward.parts for reward in rollouts.rewards],
-        greedy_scores=rollouts.greedy_baseline,
+def compare_engines(
+    parts: Components,
+    rollouts: ScoredRollouts,
+    schedule: StepSchedule,
+    experience: list[Ref[Experience]],
+    totals: list[ExperienceTotals],
+    *,
+    step: int,
+) -> None:
+    """Hold the difference of rollout and old log-probs against `rollout.parity`. Raises ParityError."""
+    gaps = gather_gaps([part.gaps for part in totals], schedule.gather)
+    if gaps is None:
+        return
+    comparison = StepComparison(
+        step=step,
+        version=step - 1,
+        sequences=rollouts.sequences,
+        gaps=gaps,
+        pearson_r=merge_pairs(part.mismatch for part in totals).pearson_r,
     )
+    check_parity(comparison, parts.config, parts.parity, lambda ids: parts.actor.read_sequences(experience, ids))
 
 
 def sequence_advantages(
@@ -211,16 +207,17 @@ def sequence_advantages(
 
 def update_models(
     parts: Components,
-    state: LoopState,
     schedule: StepSchedule,
     experience: list[Ref[Experience]],
     totals: list[ExperienceTotals],
+    *,
+    step: int,
     timer: PhaseTimer,
 ) -> Metrics:
     """Hops 7-8: critic update, then actor update once `trainer.critic_warmup` steps are done."""
     config = parts.config
     loss_tokens = schedule.gather([part.loss_tokens for part in totals])
-    metrics: Metrics = {}
+    metrics: Metrics = {"schedule/mini_batches_without_tokens": total(schedule.count_without_tokens(loss_tokens))}
     if parts.critic is not None:
         with timer.phase("update_critic"):
             requests = schedule.update_requests(
@@ -232,7 +229,7 @@ def update_models(
             )
             metrics |= parts.critic.update(experience, requests)
         parts.critic.offload()
-    if parts.critic is None or state.step >= config.trainer.critic_warmup:
+    if parts.critic is None or step > config.trainer.critic_warmup:
         with timer.phase("update_actor"):
             whitening = merge_whitening(totals)
             requests = schedule.update_requests(
@@ -248,15 +245,23 @@ def update_models(
 
 
 def hand_over(parts: Components, version: int, *, asleep: bool) -> Metrics:
-    """Hop 10: wake the engines if they sleep, and give them the actor's weights. Trainers make room for them: what
-    `offload` names leaves the device first, the actor's weights after the hand-over."""
+    """Hop 10: give the engines the actor's weights.
+
+    On shared devices each side makes room for the other, so that nothing is there twice: what the trainers' `offload`
+    names leaves, the engines' weights come back (where they sleep), the actor's leave once they are handed over, and
+    the KV cache takes what is free then.
+    """
+    if not engines_take_turns(parts.config):
+        return parts.weight_sync.push(version)
     if parts.critic is not None:
         parts.critic.offload()
     parts.actor.offload(keep_params=True)
     if asleep:
-        parts.rollout.wake()
+        parts.rollout.wake_weights()
     metrics = parts.weight_sync.push(version)
     parts.actor.offload()
+    if asleep:
+        parts.rollout.wake_cache()
     return metrics
 
 
@@ -271,16 +276,19 @@ def select_tokens(
     return close_selection(selection, actor.selection_keys(experience, selection, count), count=count)
 
 
-def step_metrics(parts: Components, rollouts: ScoredRollouts, *, seconds: float) -> Metrics:
-    """Sizes and throughput of the whole step."""
+def step_metrics(parts: Components, rollouts: ScoredRollouts, *, step: int, seconds: float) -> Metrics:
+    """Sizes, throughput and staleness of what a step trained on: a rollout's lag is the version that was trained (that
+    of the step before) minus the oldest version that sampled one of its tokens."""
     tokens = int(rollouts.lengths.sum())
     metrics: Metrics = {
-        "data/epoch": mean(parts.sampler.epoch, 1),
         "rollout/sequences": total(len(rollouts.sequences)),
         "rollout/tokens": total(tokens),
         "perf/tokens_per_s": mean(tokens / seconds, 1),
         "perf/tokens_per_s_per_device": mean(tokens / seconds / parts.throughput.num_devices, 1),
     }
     if rollouts.sequences:
-        metrics["rollout/policy_version/min"] = minimum(min(info.policy_version for info in rollouts.sequences))
+        versions = [info.policy_version for info in rollouts.sequences]
+        metrics["rollout/policy_version/min"] = minimum(min(versions))
+        metrics["rollout/policy_lag/max"] = maximum(step - 1 - min(versions))
+        metrics["rollout/policy_lag/mean"] = mean(sum(step - 1 - version for version in versions), len(versions))
     return metrics

@@ -5,7 +5,7 @@ that did not run has no figures, and utilisation is absent where the device's pe
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,10 @@ from megappo.config.model import Dtype, ModelConfig
 from megappo.config.run import RunConfig
 from megappo.observability.device_peaks import MatmulFormat, peak_flops
 from megappo.observability.flops import ModelFlops, PassSize, model_flops, pass_size
+from megappo.observability.logging import get_logger
 from megappo.observability.metrics import Metrics, mean
+
+logger = get_logger(__name__)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -30,6 +33,8 @@ class ModelThroughput:
     recompute: RecomputeConfig
     chunks: int
     """Pipeline stages times virtual stages."""
+    _flagged: set[str] = field(default_factory=set[str], init=False, compare=False, repr=False)
+    """Phases whose utilisation was above 1."""
 
     def forward(self, phase: str, size: PassSize, *, passes: int, seconds: float) -> Metrics:
         """Return the rates of a phase of forward passes."""
@@ -51,7 +56,20 @@ class ModelThroughput:
         metrics = {f"perf/tflops_per_device/{phase}": mean(rate / 1e12, 1)}
         if self.peak is not None:
             metrics[f"perf/mfu/{phase}"] = mean(rate / self.peak, 1)
+            self._flag(phase, rate / self.peak)
         return metrics
+
+    def _flag(self, phase: str, utilisation: float) -> None:
+        """Say once for each phase that its utilisation cannot be true."""
+        if utilisation > 1 and phase not in self._flagged:
+            self._flagged.add(phase)
+            logger.warning(
+                "perf/mfu/%s is %.3g, above 1: the device's peak (%.4g FLOP/s), the FLOPs counted from the model's "
+                "config.json or the time of the phase is wrong",
+                phase,
+                utilisation,
+                self.peak,
+            )
 
 
 def matmul_format(model: ModelConfig) -> MatmulFormat:
@@ -108,7 +126,9 @@ class StepThroughput:
             log_prob_passes: forward passes of the log-probs phase.
             seconds: phase of the timer -> its time; 0 for one that did not run.
         """
-        scored, trained = (pass_size(lengths, predictions=count) for count in (response_tokens, loss_tokens))
+        scored = pass_size(lengths, predictions=response_tokens)
+        # Without loss tokens no mini-batch is run.
+        trained = pass_size(lengths if loss_tokens else lengths[:0], predictions=loss_tokens)
         metrics = self.actor.forward("log_probs", scored, passes=log_prob_passes, seconds=seconds("log_probs"))
         metrics |= self.actor.training("actor_update", trained, epochs=epochs, seconds=seconds("update_actor"))
         if self.critic is not None:

@@ -64,6 +64,11 @@ class PromptSampler:
             self._drawn += len(chosen)
         return batch
 
+    def of_rows(self, rows: Sequence[int]) -> dict[int, Prompt]:
+        """Return the prompts of some rows, by row."""
+        wanted = set(rows)
+        return {prompt.row: prompt for prompt in self._prompts if prompt.row in wanted}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on later: plain numbers and strings, for a JSON file."""
         return {

@@ -1,9 +1,11 @@
 """Worlds of processes: the default one, Megatron's model-parallel groups in it, and named groups beside it."""
 
+import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import (
     Backend as TorchBackend,
 )
@@ -12,7 +14,6 @@ from torch.distributed.distributed_c10d import (
     _new_process_group_helper,
     _world,
 )
-from torch.distributed.rendezvous import rendezvous
 
 from megappo.config.parallelism import ParallelismConfig
 from megappo.device.backend import Backend
@@ -99,8 +100,8 @@ def init_named_group(
 ) -> dist.ProcessGroup:
     """Join a group of processes that share no default world, such as a trainer and the ranks of an engine.
 
-    The same rendezvous as SGLang's `init_custom_process_group` (srt/utils/common.py): keys under the group's name in
-    a TCP store at rank 0's address. Returns once all members are there. Collectives name ranks of this group.
+    The same meeting as in SGLang's `init_custom_process_group` (srt/utils/common.py): keys under the group's name in a
+    TCP store at rank 0's address. Returns once all members are there. Collectives name ranks of this group.
 
     Raises:
         CapabilityError: a group of this name exists.
@@ -108,8 +109,7 @@ def init_named_group(
     if name in _named_groups:
         raise CapabilityError(f"process group {name!r} exists already (destroy it first, or take another name)")
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
+    store = _open_store(address, port, world_size=world_size, is_first=rank == 0, timeout=timeout)
     group, _ = _new_process_group_helper(
         world_size,
         rank,
@@ -125,6 +125,20 @@ def init_named_group(
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     _named_groups[name] = group
     return group
+
+
+def _open_store(address: str, port: int, *, world_size: int, is_first: bool, timeout: timedelta) -> TCPStore:
+    """Open the store where a group meets; the first rank's listens at that address only, torch's own at all of them."""
+    if not is_first:
+        return TCPStore(address, port, world_size, False, timeout, multi_tenant=True)
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen()
+        return TCPStore(address, port, world_size, True, timeout, master_listen_fd=listener.detach())
+    finally:
+        listener.close()
 
 
 def named_group(name: str) -> dist.ProcessGroup:

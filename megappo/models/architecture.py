@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megappo.errors import CapabilityError, CheckpointError
-from megappo.models.families import FAMILIES, ExpertKeys, Family
-from megappo.models.rope import Rope, read_rope
-
-_REQUIRED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-    "rms_norm_eps",
+from megappo.config.model_families import ExpertKeys
+from megappo.config.model_support import (
+    dense_layers,
+    head_dim,
+    key_value_heads,
+    missing_sizes,
+    normalizes_probs,
+    num_experts,
+    unsupported_features,
 )
+from megappo.errors import CapabilityError, CheckpointError
+from megappo.models.families import FAMILIES, Family
+from megappo.models.rope import Rope, read_rope
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -87,19 +88,11 @@ def read_architecture(path: str | Path) -> ModelArchitecture:
         CapabilityError: a family or a feature that is not supported.
     """
     config = read_config(Path(path))
-    family_name = config.get("model_type")
-    if family_name not in FAMILIES.names():
-        raise CapabilityError(
-            f"{path}/config.json: model_type={family_name!r} is not supported (use one of "
-            f"{', '.join(FAMILIES.names())}; a new one is a name table and a registration, see models/families.py)"
-        )
-    missing = [key for key in _REQUIRED if key not in config]
-    if missing:
-        raise CheckpointError(
-            f"{path}/config.json lacks {', '.join(missing)} (a {family_name} model needs {', '.join(_REQUIRED)})"
-        )
-    _refuse_unsupported(config, path)
-    return _from_config(config, family_name, FAMILIES.get(family_name), file=f"{path}/config.json")
+    if faults := unsupported_features(config):
+        raise CapabilityError(f"{path}/config.json: {'; '.join(str(fault) for fault in faults)}")
+    if faults := missing_sizes(config):
+        raise CheckpointError(f"{path}/config.json: {'; '.join(str(fault) for fault in faults)}")
+    return _from_config(config, FAMILIES.get(config["model_type"]))
 
 
 def read_config(folder: Path) -> dict[str, Any]:  # Any: the values of a JSON object
@@ -118,71 +111,36 @@ def read_config(folder: Path) -> dict[str, Any]:  # Any: the values of a JSON ob
     return config
 
 
-def _refuse_unsupported(config: dict[str, Any], path: str | Path) -> None:
-    """Refuse features that would be dropped silently otherwise."""
-    found = {
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(config.get("attention_bias", False)), False),
-        "mlp_bias": (bool(config.get("mlp_bias", False)), False),
-        "use_sliding_window": (bool(config.get("use_sliding_window", False)), False),
-        "quantization_config": (config.get("quantization_config"), None),
-        "router_jitter_noise": (float(config.get("router_jitter_noise") or 0.0), 0.0),
-    }
-    if "use_sliding_window" not in config:
-        found["sliding_window"] = (config.get("sliding_window"), None)
-    for key, (value, supported) in found.items():
-        if value != supported:
-            raise CapabilityError(
-                f"{path}/config.json: {key}={value!r} is not supported (only {supported!r}; use a model without it)"
-            )
-
-
-def _from_config(config: dict[str, Any], family_name: str, family: Family, *, file: str) -> ModelArchitecture:
-    heads = config["num_attention_heads"]
+def _from_config(config: dict[str, Any], family: Family) -> ModelArchitecture:
+    traits = family.traits
     return ModelArchitecture(
-        family=family_name,
+        family=config["model_type"],
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        num_attention_heads=config["num_attention_heads"],
+        num_key_value_heads=key_value_heads(config),
+        head_dim=head_dim(config),
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        max_position_embeddings=config.get("max_position_embeddings", 2048),
-        rope=read_rope(config, default_theta=family.rope_theta, file=file),
+        max_position_embeddings=config.get("max_position_embeddings") or 2048,
+        rope=read_rope(config, default_theta=traits.rope_theta),
         rms_norm_eps=config["rms_norm_eps"],
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=traits.qkv_bias,
+        qk_norm=traits.qk_norm,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        experts=_read_experts(config, family.experts, file) if family.experts else None,
+        experts=_read_experts(config, traits.experts) if traits.experts else None,
     )
 
 
-def _read_experts(config: dict[str, Any], keys: ExpertKeys, file: str) -> ExpertArchitecture | None:
-    """Read the mixture of experts; None where every layer is dense (`mlp_only_layers`, `decoder_sparse_step`)."""
-    num_experts = config.get("num_local_experts", config.get("num_experts"))  # transformers 5 and 4 differ
-    wanted = {"num_local_experts": num_experts}
-    wanted |= {key: config.get(key) for key in ("num_experts_per_tok", keys.ffn_hidden_size)}
-    missing = [key for key, value in wanted.items() if value is None]
-    if missing or num_experts is None:
-        raise CheckpointError(f"{file} lacks {', '.join(missing)} (a mixture of experts needs {', '.join(wanted)})")
-    step = config.get("decoder_sparse_step") or 1
-    named = config.get("mlp_only_layers") or []
-    layers = range(config["num_hidden_layers"])
-    dense = [layer for layer in layers if layer in named or (layer + 1) % step or num_experts == 0]
-    if len(dense) == len(layers):
+def _read_experts(config: dict[str, Any], keys: ExpertKeys) -> ExpertArchitecture | None:
+    """Read the mixture of experts; None where every layer is dense."""
+    count, dense = num_experts(config), dense_layers(config)
+    if not count or len(dense) == config["num_hidden_layers"]:
         return None
-    # False is the default of transformers.
-    normalized = keys.normalize_probs is None or bool(config.get(keys.normalize_probs, False))
-    if normalized and config["num_experts_per_tok"] == 1:
-        raise CapabilityError(
-            f"{file}: num_experts_per_tok=1 gives the one expert of a token the weight 1 whatever the router says, so "
-            "the router cannot be trained (use a model with more, or without normalised probabilities)"
-        )
     return ExpertArchitecture(
-        num_experts=num_experts,
+        num_experts=count,
         num_active=config["num_experts_per_tok"],
         ffn_hidden_size=config[keys.ffn_hidden_size],
-        normalize_probs=normalized,
+        normalize_probs=normalizes_probs(config, keys),
         dense_layers=dense,
     )

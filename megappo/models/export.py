@@ -1,16 +1,16 @@
 """Megatron weights out, under their Hugging Face names: bucket by bucket for engines, and as a model folder.
 
-Every pipeline stage exports what it holds; a tied output layer on the last stage is the embedding of the first and is
-left out. The ranks that hold one copy of the stage take part and all get the same buckets: its tensor-parallel ranks,
-and with experts those that hold the other experts or shards of them (expert parallelism reaches over data-parallel
-replicas). Other replicas hold the same weights and are not needed (`ExportPlan.takes_part`).
+`megappo.weights.plan` says which rank sends which tensors, who feeds them and in which buckets; here it is done. The
+shards of a bucket go to its sender, point to point and all at once, or are written into its memory
+(`shared_gather`); the other ranks have nothing but their own.
 
-Of a layer with an adapter the sum of weight and update is exported, made tensor by tensor; the model stays as it is.
+Of a layer with an adapter the sum of weight and update is exported, made piece by piece; the model stays as it is.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,185 +18,259 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 
-from megappo.models.architecture import ModelArchitecture
-from megappo.models.families import FAMILIES
+from megappo.models.gpt import ValueModel
 from megappo.models.lora import updates_of
 from megappo.models.low_rank import LowRankUpdate
-from megappo.models.parameters import hugging_face_shapes, local_experts, mapped_parameters, shards_of, unwrap
-from megappo.weights.buckets import BucketMeta, TensorMeta, open_bucket, plan_buckets
-from megappo.weights.name_map import EMBEDDING, MappedParameter, Partition, map_parameter, name_of_expert
-from megappo.weights.transforms import shard, split
+from megappo.models.parameters import mapped_parameters, shards_of, unwrap
+from megappo.models.shared_gather import BufferGuest, BufferOwner
+from megappo.models.weight_shapes import weights_of
+from megappo.weights.buckets import BucketMeta, open_bucket, torch_dtype
+from megappo.weights.layouts import TrainerLayout
+from megappo.weights.name_map import MappedParameter, Transform
+from megappo.weights.plan import Piece, PlannedBucket, PlannedTensor, WeightPlan, WeightSource, plan_weights
+from megappo.weights.transforms import split
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ExportPlan:
     """What this rank has to do with the export of the weights."""
 
-    stage: int
-    """Pipeline stage."""
+    source: int
+    """Place of the rank's source in the order of all sources; -1: it sends nothing."""
     takes_part: bool
-    """Whether this rank is of the stage's first copy of all weights. The others need not iterate."""
-    sends: bool
-    """Whether this rank is the stage's source: the first of its ranks."""
+    """Whether this rank feeds a source, its own or another one. The others need not iterate."""
     buckets: list[BucketMeta]
-    """The buckets of the stage, in order; the same on all its ranks."""
+    """What it sends, in order."""
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is a source."""
+        return self.source >= 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class _Source:
-    """One Hugging Face tensor and the parameter it is a part of."""
+class _Holding:
+    """What this rank has of one Hugging Face tensor: a part of a parameter."""
 
     parameter: torch.nn.Parameter
-    """Of this rank, also when the tensor is of another rank's expert: then one of the same shape."""
     mapped: MappedParameter
     part: int
     """Index among the tensors of the parameter."""
-    holder: int | None
-    """Expert-parallel rank that holds the expert; None: the tensor is of no expert."""
-    architecture: ModelArchitecture
+    num_groups: int
+    """Key/value groups of the rank."""
+    queries_per_group: int
     update: LowRankUpdate | None
     """What a layer with an adapter adds to the parameter; the model keeps the two apart."""
 
+    def write(self, target: torch.Tensor) -> None:
+        """Write it, in the type of the target, without the padding of a vocabulary."""
+        tensor = split(
+            self.mapped.transform,
+            self.parameter.detach(),
+            self.part,
+            num_groups=self.num_groups,
+            queries_per_group=self.queries_per_group,
+        )
+        if self.mapped.transform is Transform.vocabulary:
+            tensor = tensor[: len(target)]
+        target = target.unflatten(0, tensor.shape[:2]) if tensor.dim() > target.dim() else target
+        if self.update is None:
+            target.copy_(tensor)
+        else:
+            self.update.write_sum(target, tensor, self.part)
 
-def plan_export(model_chunks: Sequence[MegatronModule], bucket_bytes: int) -> ExportPlan:
-    """Return this rank's part in the export and the buckets of its stage."""
-    # Megatron numbers the ranks of a stage tensor first, then context and data; experts' groups are runs of them.
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    place = parallel_state.get_tensor_model_parallel_rank()
-    place += tensor * parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    experts: Any = parallel_state.get_expert_tensor_and_model_parallel_group()  # Any: Megatron's groups may be numbers
+
+def plan_export(model_chunks: Sequence[MegatronModule], bucket_bytes: int, *, dtype: str | None = None) -> ExportPlan:
+    """Return this rank's part in the export; arguments as `iter_export_buckets`."""
+    plan = weight_plan(model_chunks, bucket_bytes, dtype=dtype)
+    rank = dist.get_rank()
+    index = plan.source_of(rank)
     return ExportPlan(
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
-        takes_part=place < math.lcm(tensor, experts.size()),  # whole groups of both kinds
-        sends=place == 0,
-        buckets=plan_buckets(weight_manifest(model_chunks), bucket_bytes),
+        source=-1 if index is None else index,
+        takes_part=any(rank in source.ranks for source in plan.sources),
+        buckets=[] if index is None else plan.sources[index].metas,
     )
 
 
-def weight_manifest(model_chunks: Sequence[MegatronModule]) -> list[TensorMeta]:
-    """Return the Hugging Face tensors that this stage exports, in the order in which it does."""
-    return [meta for meta, _ in _sources(model_chunks)]
+def weight_plan(model_chunks: Sequence[MegatronModule], bucket_bytes: int, *, dtype: str | None = None) -> WeightPlan:
+    """Return the plan that all ranks follow; arguments as `iter_export_buckets`."""
+    model = unwrap(model_chunks[0])
+    config: Any = model.config  # Any: fields that Megatron declares as possibly absent
+    trainer = TrainerLayout(
+        world_size=dist.get_world_size(),
+        tensor=config.tensor_model_parallel_size,
+        pipeline=config.pipeline_model_parallel_size,
+        first_stage_layers=config.num_layers_in_first_pipeline_stage,
+        last_stage_layers=config.num_layers_in_last_pipeline_stage,
+        embedding_is_layer=config.account_for_embedding_in_pipeline_split,
+        head_is_layer=config.account_for_loss_in_pipeline_split,
+        virtual_pipeline=config.virtual_pipeline_model_parallel_size,
+        expert=config.expert_model_parallel_size,
+        expert_tensor=config.expert_tensor_parallel_size,
+    )
+    return plan_weights(
+        weights_of(model.architecture, has_value_head=isinstance(model, ValueModel)),
+        trainer,
+        bucket_bytes=bucket_bytes,
+        dtype=dtype or str(next(model.parameters()).dtype).removeprefix("torch."),
+    )
 
 
 @torch.no_grad()
 def iter_export_buckets(
-    model_chunks: Sequence[MegatronModule], bucket_bytes: int
+    model_chunks: Sequence[MegatronModule], bucket_bytes: int, *, dtype: str | None = None, shared: bool = False
 ) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
-    """Yield the buckets of `plan_export` with their bytes, [num_bytes] uint8 on the model's device.
+    """Yield the buckets that this rank sends with their bytes, [num_bytes] uint8 on the model's device, which are valid
+    until the next one is taken. In between, feed those of other ranks: all ranks that take part must iterate to the
+    end. Extra memory as in `WeightPlan`: the largest bucket, and the other ranks' share of it.
 
-    One all-gather of flattened shards per bucket over the tensor-parallel ranks, and one over the ranks that hold its
-    experts: all of them must iterate to the end. Extra memory: the bucket, its gathered shards and the own shards, so
-    at most 2 + 1 / tensor buckets (or tensors larger than a bucket); 1 without tensor parallelism. Experts' shards are
-    padded to those of the rank with most in the bucket: the gathered ones take up to a tensor per rank more.
+    Args:
+        bucket_bytes: most bytes of a bucket of several tensors.
+        dtype: `float32` or `bfloat16`, in which the tensors travel; None: that of the model.
+        shared: gather by writing into memory of the sender, of which `share_bucket` then makes no copy; all ranks that
+            feed a source are on one machine.
     """
-    tensors = list(_sources(model_chunks))
-    sources = {meta.name: source for meta, source in tensors}
-    for bucket in plan_buckets([meta for meta, _ in tensors], bucket_bytes):
-        yield bucket, _gather_bucket(bucket, [sources[name] for name in bucket.names])
+    plan = weight_plan(model_chunks, bucket_bytes, dtype=dtype)
+    held = _holdings(model_chunks)
+    rank = dist.get_rank()
+    device = next(model_chunks[0].parameters()).device
+    gather, feed = (_gather_shared, _feed_shared) if shared else (_gather, _feed)
+    for source in plan.sources:
+        if source.sender == rank:
+            yield from gather(source, held, device)
+        elif rank in source.ranks:
+            feed(source, rank, held, device)
 
 
 def export_hf_state(model_chunks: Sequence[MegatronModule]) -> dict[str, torch.Tensor]:
-    """Return all Hugging Face tensors of this stage (for small models: they are all in memory at once)."""
+    """Return all Hugging Face tensors that this rank sends (for small models: they are all in memory at once)."""
     state: dict[str, torch.Tensor] = {}
     for bucket, flat in iter_export_buckets(model_chunks, bucket_bytes=256 * 1024**2):
-        state.update(open_bucket(bucket, flat))
+        state.update(open_bucket(bucket, flat.clone()))
     return state
 
 
-def _sources(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[TensorMeta, _Source]]:
-    """Yield the stage's tensors in the order of export, the same on all its ranks: of experts, the first ones of all
-    expert-parallel ranks, then the second ones, so that a bucket has about as much from each of them."""
+def _holdings(model_chunks: Sequence[MegatronModule]) -> dict[str, _Holding]:
+    """Return what this rank holds, by Hugging Face name."""
+    held: dict[str, _Holding] = {}
     for chunk in model_chunks:
-        model = unwrap(chunk)
-        architecture = model.architecture
-        updates = updates_of(chunk)
+        architecture, updates = unwrap(chunk).architecture, updates_of(chunk)
+        groups = architecture.num_key_value_heads
         for parameter, mapped in mapped_parameters(chunk):
-            if mapped.hugging_face == [EMBEDDING] and not model.pre_process:
-                continue
-            shapes = hugging_face_shapes(parameter, mapped, architecture)
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            for holder, of_holder in _holders(mapped, architecture):
-                for part, (name, shape) in enumerate(zip(of_holder.hugging_face, shapes)):
-                    yield (
-                        TensorMeta(name=name, shape=shape, dtype=dtype),
-                        _Source(
-                            parameter=parameter,
-                            mapped=of_holder,
-                            part=part,
-                            holder=holder,
-                            architecture=architecture,
-                            update=updates.get(parameter),
-                        ),
-                    )
+            for part, name in enumerate(mapped.hugging_face):
+                # A tied output layer has the embedding's name and, on the first stage, is the embedding.
+                held[name] = _Holding(
+                    parameter=parameter,
+                    mapped=mapped,
+                    part=part,
+                    num_groups=groups // shards_of(mapped).size,
+                    queries_per_group=architecture.num_attention_heads // groups,
+                    update=updates.get(parameter),
+                )
+    return held
 
 
-def _holders(mapped: MappedParameter, architecture: ModelArchitecture) -> Iterator[tuple[int | None, MappedParameter]]:
-    """Yield what stands in the place of a parameter on every expert-parallel rank, with the rank."""
-    if mapped.expert is None:
-        yield None, mapped
-        return
-    table = FAMILIES.get(architecture.family).names
-    experts = local_experts(architecture)
-    for rank in range(parallel_state.get_expert_model_parallel_world_size()):
-        expert = rank * experts + mapped.expert % experts
-        yield rank, map_parameter(table, name_of_expert(mapped.megatron, expert))
-
-
-def _gather_bucket(bucket: BucketMeta, sources: list[_Source]) -> torch.Tensor:
-    """Gather the tensors of one bucket into its bytes."""
-    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=sources[0].parameter.device)
-    shards: list[tuple[torch.Tensor, _Source]] = []
-    experts: list[tuple[torch.Tensor, _Source]] = []
-    for target, source in zip(open_bucket(bucket, flat).values(), sources):
-        if source.holder is not None:
-            experts.append((target, source))
-        elif source.mapped.partition is not Partition.replicated:
-            shards.append((target, source))
-        else:
-            target.copy_(_local_tensor(source))
-    _gather(shards, group=parallel_state.get_tensor_model_parallel_group())
-    _gather(experts, group=parallel_state.get_expert_tensor_and_model_parallel_group())
-    return flat
-
-
-def _gather(tensors: list[tuple[torch.Tensor, _Source]], *, group: Any) -> None:  # Any: as above
-    """Fill tensors of a bucket, in one all-gather, with the shards that the ranks of a group hold."""
-    if group.size() == 1:
-        for target, source in tensors:
-            target.copy_(_local_tensor(source)[: len(target)])
-    if group.size() == 1 or not tensors:
-        return
-    members = [_places(tensors, rank) for rank in range(group.size())]
-    counts = [sum(place.numel() for place, _ in places) for places in members]
-    padding = tensors[0][0].new_zeros(max(counts) - counts[group.rank()])
-    own = torch.cat(
-        [*(_local_tensor(source)[: len(place)].flatten() for place, source in members[group.rank()]), padding]
-    )
-    received = torch.empty(group.size() * own.nbytes, dtype=torch.uint8, device=own.device)
-    # As bytes: gloo does not know every dtype.
-    dist.all_gather_into_tensor(received, own.view(torch.uint8), group=group)
-    for places, values in zip(members, received.view(own.dtype).view(group.size(), -1)):
+def _gather(
+    source: WeightSource, held: dict[str, _Holding], device: torch.device
+) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
+    """Put the buckets together, one after the other in the same memory."""
+    buffer = torch.empty(source.bucket_buffer, dtype=torch.uint8, device=device)
+    received = torch.empty(source.receive_buffer, dtype=torch.uint8, device=device)
+    for bucket in source.buckets:
+        flat = buffer[: bucket.meta.num_bytes]
+        tensors = open_bucket(bucket.meta, flat)
+        parts: dict[int, torch.Tensor] = {}
         start = 0
-        for place, _ in places:
-            place.copy_(values[start : start + place.numel()].view(place.shape))
-            start += place.numel()
+        for rank in bucket.ranks:
+            if rank != source.sender and (num_bytes := bucket.bytes_of(rank)):
+                parts[rank] = received[start : start + num_bytes]
+                start += num_bytes
+        requests = _exchange(dist.irecv, parts, bucket)
+        _write_pieces(tensors, bucket, source.sender, held)
+        for request in requests:
+            request.wait()
+        for rank, part in parts.items():
+            for tensor, piece, shard in _open_part(part, bucket, rank):
+                _narrow(tensors[tensor.name], tensor, piece).copy_(shard)
+        yield bucket.meta, flat
 
 
-def _places(tensors: list[tuple[torch.Tensor, _Source]], member: int) -> list[tuple[torch.Tensor, _Source]]:
-    """Return what one rank of a group holds of the tensors, as views of them."""
-    places: list[tuple[torch.Tensor, _Source]] = []
-    for target, source in tensors:
-        size = shards_of(source.mapped).size
-        # Megatron numbers the ranks of the experts' group by shard first.
-        if source.holder is None or source.holder == member // size:
-            places.append((shard(source.mapped.partition, target, rank=member % size, size=size), source))
-    return places
+def _feed(source: WeightSource, rank: int, held: dict[str, _Holding], device: torch.device) -> None:
+    """Send this rank's pieces of each bucket to the sender."""
+    buffer = torch.empty(source.part_buffers[rank], dtype=torch.uint8, device=device)
+    for bucket in source.buckets:
+        if num_bytes := bucket.bytes_of(rank):
+            part = buffer[:num_bytes]
+            for tensor, _, shard in _open_part(part, bucket, rank):
+                held[tensor.name].write(shard)
+            _exchange_all(dist.isend, {source.sender: part}, bucket=bucket)
 
 
-def _local_tensor(source: _Source) -> torch.Tensor:
-    """Return this rank's shard of the Hugging Face tensor, with the padding of a vocabulary and an adapter's update."""
-    groups = source.architecture.num_key_value_heads // parallel_state.get_tensor_model_parallel_world_size()
-    queries = source.architecture.num_attention_heads // source.architecture.num_key_value_heads
-    parameter = source.parameter.detach()
-    tensor = split(source.mapped.transform, parameter, source.part, num_groups=groups, queries_per_group=queries)
-    return tensor if source.update is None else source.update.merged(tensor, source.part)
+def _gather_shared(
+    source: WeightSource, held: dict[str, _Holding], device: torch.device
+) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
+    """Put the buckets together in memory that the other ranks write."""
+    owner = BufferOwner(source.bucket_buffer, device)
+    for bucket in source.buckets:
+        others = [rank for rank in bucket.ranks if rank != source.sender and bucket.bytes_of(rank)]
+        owner.invite(others, partial(_exchange_all, dist.isend, bucket=bucket))
+        flat = owner.buffer[: bucket.meta.num_bytes]
+        _write_pieces(open_bucket(bucket.meta, flat), bucket, source.sender, held)
+        owner.wait(others, partial(_exchange_all, dist.irecv, bucket=bucket))
+        yield bucket.meta, flat
+
+
+def _feed_shared(source: WeightSource, rank: int, held: dict[str, _Holding], device: torch.device) -> None:
+    """Write this rank's pieces of each bucket where the sender wants them."""
+    guest = BufferGuest(source.sender, device)
+    for bucket in source.buckets:
+        if bucket.bytes_of(rank):
+            buffer = guest.wait(partial(_exchange_all, dist.irecv, bucket=bucket))
+            _write_pieces(open_bucket(bucket.meta, buffer[: bucket.meta.num_bytes]), bucket, rank, held)
+            guest.done(partial(_exchange_all, dist.isend, bucket=bucket))
+
+
+def _write_pieces(
+    tensors: dict[str, torch.Tensor], bucket: PlannedBucket, rank: int, held: dict[str, _Holding]
+) -> None:
+    """Write what this rank feeds into the whole tensors of a bucket."""
+    for tensor, piece in bucket.pieces_of(rank):
+        held[tensor.name].write(_narrow(tensors[tensor.name], tensor, piece))
+
+
+def _exchange_all(operation: Any, parts: dict[int, torch.Tensor], *, bucket: PlannedBucket) -> None:
+    """Send or receive and wait for it; arguments as `_exchange`."""
+    for request in _exchange(operation, parts, bucket):
+        request.wait()
+
+
+def _exchange(operation: Any, parts: dict[int, torch.Tensor], bucket: PlannedBucket) -> list[dist.Work]:
+    """Start sends or receives of bytes to or from other ranks, all at once. `operation` is dist.isend or dist.irecv."""
+    group: Any = (  # Any: Megatron's groups may be numbers
+        parallel_state.get_expert_tensor_parallel_group()
+        if bucket.is_of_experts
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    if not parts:
+        return []
+    # As bytes: gloo does not know every dtype.
+    return dist.batch_isend_irecv([dist.P2POp(operation, part, rank, group) for rank, part in parts.items()])
+
+
+def _open_part(
+    part: torch.Tensor, bucket: PlannedBucket, rank: int
+) -> Iterator[tuple[PlannedTensor, Piece, torch.Tensor]]:
+    """Yield the pieces that a rank feeds, one after the other in its bytes, each as a view of them."""
+    elements = part.view(torch_dtype(bucket.meta.dtype))
+    start = 0
+    for tensor, piece in bucket.pieces_of(rank):
+        shape = tensor.shape_of(piece)
+        stop = start + math.prod(shape)
+        yield tensor, piece, elements[start:stop].view(shape)
+        start = stop
+
+
+def _narrow(whole: torch.Tensor, tensor: PlannedTensor, piece: Piece) -> torch.Tensor:
+    """Return the place of a piece in the whole tensor."""
+    dim = tensor.partition.value
+    return whole if dim is None else whole.narrow(dim, piece.start, piece.stop - piece.start)

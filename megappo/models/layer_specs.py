@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from megappo.config.model import LayerSpec
+from megappo.config.precision_rules import why_no_transformer_engine
 from megappo.device.backend import Backend
 from megappo.errors import CapabilityError
 from megappo.models.attention import SdpaCoreAttention
@@ -30,17 +31,24 @@ def resolve_layer_spec(layer_spec: LayerSpec, backend: Backend) -> LayerSpec:
     Raises:
         CapabilityError: Transformer Engine was asked for where it cannot run.
     """
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    usable = backend.kind == "cuda" and installed
-    if layer_spec is LayerSpec.transformer_engine and not usable:
-        reason = "is not installed" if backend.kind == "cuda" else "has CUDA kernels only"
+    reason = why_no_transformer_engine(on_cuda=backend.kind == "cuda")
+    if layer_spec is LayerSpec.transformer_engine and reason is not None:
         raise CapabilityError(
             f"model.layer_spec=transformer_engine: Transformer Engine {reason} "
             "(use model.layer_spec=local, or install transformer-engine[pytorch] on a machine with a GPU)"
         )
     if layer_spec is LayerSpec.auto:
-        return LayerSpec.transformer_engine if usable else LayerSpec.local
+        return LayerSpec.transformer_engine if reason is None else LayerSpec.local
     return layer_spec
+
+
+def describe_layers(layer_spec: LayerSpec, backend: Backend) -> str:
+    """Return what layers a model is built of, and which accelerating packages this process finds, in a few words."""
+    reason = why_no_transformer_engine(on_cuda=backend.kind == "cuda")
+    engine = "is installed" if reason is None else reason
+    # The compiled half of NVIDIA's Apex; PyPI has an unrelated package of that name.
+    apex = "is installed" if importlib.util.find_spec("amp_C") is not None else "is not installed"
+    return f"{resolve_layer_spec(layer_spec, backend).value} layers; Transformer Engine {engine}; Apex {apex}"
 
 
 def block_spec(

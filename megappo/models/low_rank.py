@@ -32,6 +32,8 @@ from megappo.weights.transforms import merge
 
 _UPDATE, _BASE = ".update.", ".base."
 """Where an `AdaptedLinear` keeps its parts, within the name of a parameter."""
+_SUMMED_AT_ONCE = 1 << 20
+"""Elements of a weight that are summed with their update at a time: a whole one would take memory for its sum, too."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -139,13 +141,26 @@ class LowRankUpdate(torch.nn.Module):
             return reduce_scatter_to_sequence_parallel_region(low)
         return reduce_from_tensor_model_parallel_region(low)
 
-    def merged(self, weight: torch.Tensor, part: int) -> torch.Tensor:
-        """Return the sum of one of the matrices, by index, and its update: [O, I] of this rank, summed in fp32."""
+    def write_sum(self, target: torch.Tensor, weight: torch.Tensor, part: int) -> None:
+        """Write the sum of one of the matrices, by index, and its update, summed in fp32 a few rows at a time.
+
+        Args:
+            target: of any type, of the weight's shape.
+            weight: [O, I] of this rank, or [G, O / G, I].
+        """
         pair = self._factors(self._matrices[part])
         if pair is None:
-            return weight
+            target.copy_(weight)
+            return
         down, up = (factor.detach().float() for factor in pair)
-        return (weight.float() + self._scale * (up @ down)).to(weight.dtype)
+        up = up.view(*weight.shape[:-1], len(down))
+        if weight.dim() == 2:
+            target, weight, up = (tensor.unsqueeze(0) for tensor in (target, weight, up))
+        rows = max(1, _SUMMED_AT_ONCE // weight.shape[-1])
+        for group in range(len(weight)):
+            blocks = zip(*(tensor[group].split(rows) for tensor in (target, weight, up)))
+            for to, base, factor in blocks:
+                to.copy_(base.float() + self._scale * (factor @ down))
 
 
 class AdaptedLinear(torch.nn.Module):

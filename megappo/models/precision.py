@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from megappo.config.model import Fp8Recipe, LayerSpec
+from megappo.config.precision_rules import features_of_rank, fp8_violations
 from megappo.errors import CapabilityError
 from megappo.models.architecture import ModelArchitecture
 
@@ -49,20 +50,15 @@ def check_fp8(recipe: Fp8Recipe | None, architecture: ModelArchitecture, spec: L
             f"model.fp8={recipe.value} needs the layers of Transformer Engine, on a GPU "
             "(set model.fp8=null, or install transformer-engine[pytorch] on a machine with a GPU)"
         )
-    multiple = 32 if recipe is Fp8Recipe.mxfp8 else 16
-    sizes = {
-        "hidden_size": architecture.hidden_size,
-        "num_attention_heads * head_dim": architecture.num_attention_heads * architecture.head_dim // tensor,
-        "num_key_value_heads * head_dim": architecture.num_key_value_heads * architecture.head_dim // tensor,
-    }
-    if architecture.has_dense_layers:
-        sizes["intermediate_size"] = architecture.ffn_hidden_size // tensor
-    for name, size in sizes.items():
-        if size % multiple:
-            raise CapabilityError(
-                f"model.fp8={recipe.value} multiplies blocks of {multiple} features, and {name} is {size} on a rank "
-                "(use a smaller parallelism.tensor, or model.fp8=null)"
-            )
+    sizes = features_of_rank(
+        tensor=tensor,
+        hidden_size=architecture.hidden_size,
+        queries=architecture.num_attention_heads * architecture.head_dim,
+        keys=architecture.num_key_value_heads * architecture.head_dim,
+        ffn_hidden_size=architecture.ffn_hidden_size if architecture.has_dense_layers else None,
+    )
+    if violations := fp8_violations(recipe, sizes, key="parallelism.tensor", tensor=tensor):
+        raise CapabilityError(str(violations[0]))
     _check_device(recipe)
 
 

@@ -1,15 +1,13 @@
 """Rotary position embeddings: what config.json says about them. Torch-free.
 
-Scaled variants change the frequencies, and yarn also the size of queries and keys; both are constants of the model. A
-variant whose frequencies depend on the length of a sequence (`dynamic`, `longrope`) is refused: the same token would
-have another log-prob in a longer sequence, and engines and trainer disagree about which length counts.
+Scaled variants change the frequencies, and yarn also the size of queries and keys; both are constants of the model.
+Which variants there are, and which are refused, is in `megappo.config.model_support`.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from megappo.errors import CapabilityError, CheckpointError
+from megappo.config.model_support import Content, original_positions, rope_kind, rope_settings
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -57,48 +55,24 @@ class Rope:
     scaling: RopeScaling | None = None
 
 
-def read_rope(config: dict[str, Any], *, default_theta: float, file: str) -> Rope:
-    """Read the rotary settings: transformers 5 writes `rope_parameters`, transformers 4 `rope_theta`, `rope_scaling`.
+def read_rope(content: Content, *, default_theta: float) -> Rope:
+    """Read the rotary settings of a config.json without faults.
 
     Args:
         default_theta: where config.json names none.
-        file: for errors.
-
-    Raises:
-        CheckpointError: a key of the scaling is missing.
-        CapabilityError: a variant that is not supported.
     """
-    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = sorted(key for key, value in rope.items() if isinstance(value, dict))
-    if nested:
-        raise CapabilityError(f"{file}: rope_parameters of their own for {', '.join(nested)} are not supported")
-    partial = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
-    if partial != 1.0:
-        raise CapabilityError(
-            f"{file}: partial_rotary_factor={partial} is not supported (only 1.0; use a model without it)"
-        )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in (*_READERS, "default"):
-        raise CapabilityError(
-            f"{file}: rope scaling={kind!r} is not supported (only default, {', '.join(_READERS)}: their frequencies "
-            "do not depend on the length of a sequence)"
-        )
-    theta = float(rope.get("rope_theta", config.get("rope_theta", default_theta)))
+    rope, kind = rope_settings(content), rope_kind(content)
+    theta = float(rope.get("rope_theta", content.get("rope_theta", default_theta)))
     if kind == "default":
         return Rope(theta=theta)
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    settings = {**rope, "original_positions": original or config.get("max_position_embeddings")}
-    try:
-        return Rope(theta=theta, scaling=_READERS[kind](settings))
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: rope scaling {kind!r} lacks a number: {error} (see {rope})") from error
+    return Rope(theta=theta, scaling=_READERS[kind]({**rope, "original_positions": original_positions(content)}))
 
 
-def _read_linear(rope: dict[str, Any]) -> LinearScaling:
+def _read_linear(rope: Content) -> LinearScaling:
     return LinearScaling(factor=float(rope["factor"]))
 
 
-def _read_llama3(rope: dict[str, Any]) -> Llama3Scaling:
+def _read_llama3(rope: Content) -> Llama3Scaling:
     return Llama3Scaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
@@ -107,7 +81,7 @@ def _read_llama3(rope: dict[str, Any]) -> Llama3Scaling:
     )
 
 
-def _read_yarn(rope: dict[str, Any]) -> YarnScaling:
+def _read_yarn(rope: Content) -> YarnScaling:
     factor = float(rope["factor"])
     return YarnScaling(
         factor=factor,
@@ -119,7 +93,7 @@ def _read_yarn(rope: dict[str, Any]) -> YarnScaling:
     )
 
 
-def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
+def _yarn_attention_factor(rope: Content, factor: float) -> float:
     """Return the factor that config.json names, or 0.1 ln(factor) + 1 (eq. 22); DeepSeek weights the logarithm."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])

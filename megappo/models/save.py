@@ -26,8 +26,8 @@ def save_hf_model(
 ) -> None:
     """Write the weights as a Hugging Face folder; all ranks of the default world must call this.
 
-    Each pipeline stage's first rank writes its tensors, one file per bucket, into a folder beside `output_path` that
-    all ranks must be able to see; at the end rank 0 adds the config, tokenizer and other side files of `source_path`
+    Each source of the export writes its tensors, one file per bucket, into a folder beside `output_path` that all ranks
+    must be able to see; at the end rank 0 adds the config, tokenizer and other side files of `source_path`
     and renames the folder. So `output_path` is the old model or the new one, never a part.
 
     A value model is saved as `...ForSequenceClassification` with one label.
@@ -43,7 +43,7 @@ def save_hf_model(
 
     if error := _together(lambda: start_folder(output) if is_first_rank else None):
         raise error
-    if error := _together(lambda: _write_stage(model_chunks, shard_bytes, files[first:], plan)):
+    if error := _together(lambda: _write_buckets(model_chunks, shard_bytes, files[first:], plan)):
         raise error
     changes = _config_changes(model_chunks, buckets, source)
     if error := _together(
@@ -53,12 +53,12 @@ def save_hf_model(
 
 
 def _all_buckets(plan: ExportPlan) -> tuple[list[BucketMeta], int]:
-    """Return the buckets of all stages, in order, and the index of the first one of this rank's stage."""
+    """Return the buckets of all sources, in order, and the index of the first one that this rank sends."""
     plans: list[ExportPlan | None] = [None] * dist.get_world_size()
     dist.all_gather_object(plans, plan)
-    stages = {other.stage: other.buckets for other in plans if other is not None and other.sends}
-    first = sum(len(stages[stage]) for stage in stages if stage < plan.stage)
-    return [bucket for stage in sorted(stages) for bucket in stages[stage]], first
+    sources = {other.source: other.buckets for other in plans if other is not None and other.sends}
+    first = sum(len(sources[source]) for source in sources if source < plan.source)
+    return [bucket for source in sorted(sources) for bucket in sources[source]], first
 
 
 def _together(action: Callable[[], None]) -> CheckpointError | None:
@@ -74,18 +74,18 @@ def _together(action: Callable[[], None]) -> CheckpointError | None:
     return CheckpointError(failed[0]) if failed else None
 
 
-def _write_stage(
+def _write_buckets(
     model_chunks: Sequence[MegatronModule], shard_bytes: int, files: Sequence[Path], plan: ExportPlan
 ) -> None:
     if not plan.takes_part:
         return
     failure: CheckpointError | None = None
-    for file, (bucket, flat) in zip(files, iter_export_buckets(model_chunks, shard_bytes)):
-        if plan.sends and failure is None:
+    for index, (bucket, flat) in enumerate(iter_export_buckets(model_chunks, shard_bytes)):
+        if failure is None:
             try:
-                write_shard(file, open_bucket(bucket, flat))
+                write_shard(files[index], open_bucket(bucket, flat))
             except CheckpointError as error:
-                failure = error  # and go on: the other tensor-parallel ranks wait in the gathers
+                failure = error  # and go on: the ranks that feed this one wait for it
     if failure is not None:
         raise failure
 

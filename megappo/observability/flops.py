@@ -184,10 +184,15 @@ def _latent_attention(sizes: Mapping[str, Any]) -> tuple[int, int]:
     return query + key_value + heads * value * hidden, heads * (plain + rope + value)
 
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What families call the number of experts; 0 of them is a dense model, whatever else the config says of experts."""
+
+
 def _sparse_layers(sizes: Mapping[str, Any]) -> int:
     """Return the number of layers that hold experts."""
     layers = _size(sizes, "num_hidden_layers")
-    if _size(sizes, "num_experts_per_tok", default=0) == 0:
+    counts = [sizes.get(name) for name in _EXPERT_COUNTS if sizes.get(name) is not None]
+    if _size(sizes, "num_experts_per_tok", default=0) == 0 or (counts and not any(counts)):
         return 0
     dense: Iterable[int] = sizes.get("mlp_only_layers") or ()
     step = _size(sizes, "decoder_sparse_step", default=1) or 1
@@ -199,7 +204,7 @@ def _experts(sizes: Mapping[str, Any]) -> int:
     """Return the multiply-adds of one token in one layer of experts: router, active experts, shared experts."""
     hidden = _size(sizes, "hidden_size")
     width = _size(sizes, "moe_intermediate_size", default=0) or _size(sizes, "intermediate_size")
-    counts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if sizes.get(name)]
+    counts = [name for name in _EXPERT_COUNTS if sizes.get(name)]
     router = hidden * _size(sizes, counts[0] if counts else "num_experts")
     active = 3 * hidden * width * _size(sizes, "num_experts_per_tok")
     shared = 3 * hidden * width * _size(sizes, "n_shared_experts", default=0)

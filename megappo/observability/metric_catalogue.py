@@ -29,6 +29,9 @@ def _area(*rows: tuple[str, str, str, str]) -> list[MetricDoc]:
 
 _STEP = "all sequences of the step"
 _TOKENS = "response tokens of the step, over all ranks"
+_COMPARED = (
+    "tokens compared: of sequences that the current weights sampled; loss tokens where no pass is before the update"
+)
 _LOSS_TOKENS = "loss tokens of the update, over all ranks and optimizer steps"
 _OPTIMIZER_STEPS = "optimizer steps of the update"
 _APPLIED = "optimizer steps that were applied"
@@ -53,18 +56,61 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("rollout/empty_ratio", "0-1", "responses without a sampled token", _STEP),
         ("rollout/groups", "count", "groups: samples of one drawn prompt", "-"),
         ("rollout/group_size/mean", "sequences", "size of a group", "groups of the step"),
-        ("rollout/groups_without_signal", "0-1", "groups whose scores are all equal", "groups of the step"),
+        (
+            "rollout/groups_without_signal",
+            "0-1",
+            "groups that teach the estimator nothing: scores equal but for rounding error (gdpo: weighted parts; "
+            "grpo_passk: a tie for the best; remax: all equal to the greedy answer's)",
+            "groups of the step",
+        ),
         ("rollout/sampling_rounds", "count", "rounds of generation of the step (dynamic sampling)", "-"),
-        ("rollout/groups_filtered", "count", "groups dropped because their scores are all equal", "-"),
+        ("rollout/groups_filtered", "count", "groups dropped because they carry no signal", "-"),
         ("rollout/groups_carried", "count", "groups kept for a later step", "-"),
+        (
+            "rollout/goodput_tokens_per_s",
+            "tokens/s",
+            "response tokens that were kept, of finished groups and of those that go on",
+            "time in which anything was generated, validation included",
+        ),
+        ("rollout/idle_share/mean", "0-1", "time in which an engine has no prompts", "that time, over all engines"),
+        ("rollout/idle_share/<engine>", "0-1", "the same of one engine", "that time"),
+        ("rollout/engines", "count", "engines that take prompts", "-"),
+        ("rollout/retries", "count", "groups sent again, since an engine failed", "-"),
+        ("rollout/groups_moved", "count", "groups that went on elsewhere, since their engine was slow", "-"),
+        ("rollout/engine_restarts", "count", "restarts of engines that failed", "-"),
+        ("rollout/recovery_s/max", "s", "longest time from the discovery of a failure to prompts again", "-"),
         ("rollout/policy_version/min", "steps", "oldest version of the weights that sampled a sequence", "-"),
+        (
+            "rollout/policy_lag/max",
+            "steps",
+            "version that was trained, minus the oldest version that sampled a token of a sequence: 0 in the "
+            "synchronous loop, 1 with controller=one_step_off, more where groups are carried over or go on",
+            "-",
+        ),
+        ("rollout/policy_lag/mean", "steps", "the same", _STEP),
+        ("rollout/partial/unfinished", "count", "groups that the next step goes on with (rollout.partial)", "-"),
+        ("rollout/partial/continued", "count", "groups completed in this step that an earlier one began", "-"),
+        (
+            "rollout/partial/first_response_tokens/mean",
+            "tokens",
+            "length of the answers completed in the step that began them; how far it is below that of continued ones "
+            "shows what finishing first selects for",
+            "sequences of such groups",
+        ),
+        (
+            "rollout/partial/continued_response_tokens/mean",
+            "tokens",
+            "length of the answers that an earlier step began",
+            "sequences of such groups",
+        ),
     ),
     "KL to the reference policy": _area(
         ("kl/in_reward/mean", "nats", "KL in the reward: masked mean of a sequence", "non-empty sequences"),
         ("kl/in_reward/coef", "1", "its coefficient in this step", "-"),
         ("kl/in_reward/next_coef", "1", "its coefficient in the next step (`inspect algorithm` only)", "-"),
         ("actor/kl/mean", "nats", "KL in the loss, before its coefficient", _LOSS_TOKENS),
-        ("kl/capped_fraction", "0-1", "tokens whose k3 estimate was capped", "tokens of the estimate"),
+        ("kl/in_reward/capped_fraction", "0-1", "tokens whose k3 in the reward was capped", _TOKENS),
+        ("kl/capped_fraction", "0-1", "tokens whose k3 in the loss was capped", _LOSS_TOKENS),
     ),
     "Actor": _area(
         ("actor/loss/mean", "1", "whole loss: policy, KL and entropy terms", _OPTIMIZER_STEPS),
@@ -104,14 +150,21 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("critic/skipped_steps", "count", "optimizer steps skipped since the start: gradient not finite", "-"),
     ),
     "Rollout engine against trainer": _area(
-        ("actor/rollout_log_prob_diff/mean", "nats", "|log-prob of the engine - log-prob of the trainer|", _TOKENS),
+        ("actor/rollout_log_prob_diff/mean", "nats", "|log-prob of the engine - log-prob of the trainer|", _COMPARED),
         ("actor/rollout_log_prob_diff/max", "nats", "largest such; first step in float32: at most 1e-4", "-"),
+        (
+            "actor/rollout_log_prob_diff/compared_ratio",
+            "0-1",
+            "tokens that were compared: the current weights sampled them; absent where the update's own log-probs are "
+            "compared",
+            _TOKENS,
+        ),
         ("correction/probability_diff/mean", "0-1", "|difference of the two probabilities|", _TOKENS),
         ("correction/probability_diff/max", "0-1", "largest such difference", "-"),
         ("correction/k3", "nats", "k3 estimate of the KL between the two", _TOKENS),
         ("correction/chi2", "1", "chi-squared distance of the two", _TOKENS),
         ("correction/perplexity_ratio", "1", "perplexity under the trainer over that under the engine", _TOKENS),
-        ("correction/probability_pearson_r", "-1 to 1", "correlation of the two probabilities", _TOKENS),
+        ("correction/probability_pearson_r", "-1 to 1", "correlation of the two probabilities", "tokens compared"),
         ("correction/weight/mean", "1", "importance weight", _TOKENS),
         ("correction/weight/max", "1", "largest importance weight", "-"),
         ("correction/capped_fraction", "0-1", "importance weights that a bound changed", _TOKENS),
@@ -122,8 +175,21 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("timing/step_s", "s", "whole step, wall clock on the controller; the others are parts of it", "-"),
         ("timing/save_s", "s", "writing a checkpoint, in steps that do", "-"),
         ("timing/validate_s", "s", "validation, after the step", "-"),
-        ("timing/generate_s", "s", "generation, scoring beside it included", "-"),
-        ("timing/score_s", "s", "waiting for scores after generation", "-"),
+        (
+            "timing/generate_s",
+            "s",
+            "generation, scoring beside it included; with controller=one_step_off it ran beside the training of the "
+            "step before and is no part of this one",
+            "-",
+        ),
+        ("timing/score_s", "s", "waiting for scores after generation, likewise", "-"),
+        (
+            "timing/wait_for_rollouts_s",
+            "s",
+            "controller=one_step_off: waiting for the engines before the hand-over; in the first step also for its own "
+            "rollouts",
+            "-",
+        ),
         ("timing/log_probs_s", "s", "log-probs before the update, reference included", "-"),
         ("timing/values_s", "s", "values of the critic", "-"),
         ("timing/experience_s", "s", "token rewards, KL, advantages, correction", "-"),
@@ -146,6 +212,14 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("perf/weight_sync_bytes_per_s", "bytes/s", "bytes handed over, over the time it took", "-"),
         ("weights/version", "steps", "version of the weights that the engines hold after the step", "-"),
         ("weights/bytes", "bytes", "weights handed to each engine", "-"),
+        ("weights/verified_tensors", "1", "tensors of an engine compared with what was sent, by checksums", "-"),
+        ("weights/failed_attempts", "1", "attempts at the hand-over that failed before one ended well", "-"),
+        (
+            "schedule/mini_batches_without_tokens",
+            "count",
+            "mini-batches that made no optimizer step: truncation and rejection left none of their tokens",
+            "-",
+        ),
         ("schedule/imbalance", "1", "cost of the fullest data-parallel rank over the mean of all, minus 1", "-"),
         ("data/epoch", "passes", "passes over the training prompts that are finished", "-"),
     ),

@@ -1,7 +1,8 @@
 """The folder of a run: `<run.dir>/<run.name>/`.
 
 Holds config.yaml (resolved), metrics.jsonl, summary.json, reward_curve.png, mlflow.db, logs/ (a file per process),
-rollouts/ (sampled answers) and, when saving is on, checkpoints/.
+rollouts/ (sampled answers), parity/ (sequences on which engine and trainer disagree) and, when saving is on,
+checkpoints/.
 """
 
 import json
@@ -54,6 +55,10 @@ class RunDirectory:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
+
+    @property
+    def parity(self) -> Path:
+        return self.path / "parity"
 
     @property
     def checkpoints(self) -> Path:

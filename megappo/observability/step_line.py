@@ -14,9 +14,13 @@ _NUMBERS = (
 )
 """Label, metrics of which the first that is there is shown, format."""
 
+_WAIT = "wait_for_rollouts"
+"""The phase of a loop that samples beside training: generation and scoring are then no parts of the step."""
+
 _PHASES = (
     ("generate", ("generate",)),
     ("score", ("score",)),
+    ("wait", (_WAIT,)),
     ("log-probs", ("log_probs",)),
     ("values", ("values",)),
     ("experience", ("experience",)),
@@ -42,7 +46,10 @@ def describe_split(values: Mapping[str, float]) -> str:
     if total is None:
         return ""
     parts: list[str] = []
+    beside = ("generate", "score") if f"timing/{_WAIT}_s" in values else ()
     for label, phases in _PHASES:
+        if label in beside:
+            continue
         seconds = [values[name] for phase in phases if (name := f"timing/{phase}_s") in values]
         if seconds:
             parts.append(f"{label} {sum(seconds):.2f}")

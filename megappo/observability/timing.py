@@ -1,7 +1,7 @@
 """Wall-clock time of the phases of a step."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megappo.observability.metrics import Metrics, total
@@ -17,12 +17,16 @@ class PhaseTimer:
         timer.metrics()  # {"timing/generate_s": ...}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], None] | None = None) -> None:
+        """`before` is called as each phase begins; what it raises ends the phase before it began."""
+        self._before = before
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body; it counts when it raises, too."""
+        if self._before is not None:
+            self._before()
         start = time.perf_counter()
         try:
             yield

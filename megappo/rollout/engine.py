@@ -4,23 +4,51 @@ All methods are coroutines, called from one event loop. Every call is bounded by
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
 from megappo.config.cluster import DeviceKind
 from megappo.config.model import ModelConfig
-from megappo.config.rollout import RolloutConfig, SamplingConfig
+from megappo.config.rollout import PauseMode, RolloutConfig, SamplingConfig
 from megappo.weights.buckets import BucketMeta
+from megappo.weights.checksums import HeldTensor
+from megappo.weights.delivery import Delivery
 
 
 class FinishReason(Enum):
     """Why a response ended."""
 
     stop = "stop"
+    """By an end token, a stop token or a stop string; all tokens up to it are part of the response."""
     length = "length"
+    """By sampling.max_new_tokens."""
     abort = "abort"
+    """By `RolloutEngine.abort`: it can be continued."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class VersionSpan:
+    """So many tokens, one after the other, that one version of the weights sampled."""
+
+    version: int
+    tokens: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SampledResponse:
+    """One response: its tokens (the end token included when it ended by `stop` on one) and their log-probs under
+    softmax(logits / temperature) over the full vocabulary.
+
+    An aborted response may have no tokens at all.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    versions: list[VersionSpan]
+    """Which weights sampled which tokens, in order; the counts add up to the number of tokens."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,21 +60,17 @@ class GenerateRequest:
     num_samples: int
     greedy: bool = False
     """Take the likeliest token at every step, whatever the temperature of the call."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class SampledResponse:
-    """One response: its tokens (the end token included when it ended by `stop` on one) and their log-probs under
-    softmax(logits / temperature) over the full vocabulary."""
-
-    tokens: list[int]
-    log_probs: list[float]
-    finish_reason: FinishReason
+    begun: list[SampledResponse] = field(default_factory=list[SampledResponse])
+    """What an earlier call returned for this group, one per sample, or nothing: aborted responses are continued within
+    the same number of new tokens as if they had never been interrupted, others are returned as they are."""
+    row: int | None = None
+    """Row of the data source that the prompt comes from, for errors."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupOutput:
-    """All responses to one request and the version of the weights that sampled them."""
+    """All responses to one request and the oldest version of the weights that sampled a token of them (where there is
+    no token: the version in use)."""
 
     group_id: int
     responses: list[SampledResponse]
@@ -81,17 +105,29 @@ class EngineSpec:
     """Where the output of an engine's own process goes."""
     weight_timeout_s: float
     """Deadline of every call of a weight hand-over."""
+    pause: PauseMode | None = None
+    """What becomes of generation during a hand-over; None: what the engine does best."""
+    address: str = "127.0.0.1"
+    """Where an engine's server listens: loopback, or the address of its node where others must reach it."""
 
 
 class RolloutEngine(Protocol):
     """What the loop asks of an engine.
 
-    A weight update is begin_weights -> load_weights for every bucket -> end_weights(version); after it every output
-    carries that version. An engine that failed in between must not generate until a later update ends well.
+    A weight update is begin_weights -> load_weights for every bucket -> checksums, if asked -> end_weights(version);
+    after it every output carries that version. An engine that failed in between must not generate until a later update
+    ends well.
     """
 
+    @property
+    def at_once(self) -> int | None:
+        """Sequences that run at the same time, others taking the place of those that end; None: the engine works batch
+        by batch, and wants its share of the prompts in one generate call."""
+        ...
+
     async def start(self) -> None:
-        """Start and wait until requests are answered. Raises EngineError with the last log lines on failure."""
+        """Start and wait until requests are answered; once per object: after `stop` comes a new one (its output goes to
+        the end of its log). Raises EngineError with the last log lines on failure."""
         ...
 
     def generate(
@@ -100,16 +136,33 @@ class RolloutEngine(Protocol):
         """Yield each group as it finishes, in any order. Raises EngineError when the engine dies or is too late."""
         ...
 
+    async def abort(self) -> None:
+        """End all groups under way: the generate calls yield them at once, unfinished samples with finish reason abort
+        and what they have so far. Returns when that is done; does nothing where nothing is generated."""
+        ...
+
     async def join_weight_group(self, group: WeightGroup) -> None:
         """Join a weight group; returns once all members have joined."""
         ...
 
-    async def begin_weights(self) -> None:
-        """Pause generation and open a weight update."""
+    async def leave_weight_group(self, name: str) -> None:
+        """Leave a weight group, whatever state it is in; nothing happens where it was not joined."""
         ...
 
-    async def load_weights(self, bucket: BucketMeta, *, group: str) -> None:
-        """Receive one bucket broadcast by rank 0 of the named group."""
+    async def held_tensors(self) -> list[HeldTensor]:
+        """Return the tensors whose checksums the engine can tell, as it holds them."""
+        ...
+
+    async def begin_weights(self) -> None:
+        """Pause generation and open a weight update, also after one that failed."""
+        ...
+
+    async def load_weights(self, bucket: BucketMeta, *, delivery: Delivery) -> None:
+        """Receive one bucket."""
+        ...
+
+    async def checksums(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the checksums of held tensors as they are now; those that cannot be told are left out."""
         ...
 
     async def end_weights(self, version: int) -> None:
@@ -124,8 +177,12 @@ class RolloutEngine(Protocol):
         """Release weights and KV cache where the engine can (nothing on CPU)."""
         ...
 
-    async def wake(self) -> None:
-        """Take them back."""
+    async def wake_weights(self) -> None:
+        """Take the memory of the weights back; they must be handed over before anything is generated."""
+        ...
+
+    async def wake_cache(self) -> None:
+        """Take the memory of the KV cache back, after the hand-over: the trainer's copy has then left the device."""
         ...
 
     async def health(self) -> None:

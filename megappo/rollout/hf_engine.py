@@ -7,32 +7,43 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from megappo.config.rollout import SamplingConfig
+from megappo.config.rollout import PauseMode, SamplingConfig
+from megappo.data.tokenizer import load_tokenizer
 from megappo.device.backend import Backend, resolve_backend
-from megappo.device.process_group import destroy_named_group, init_named_group, named_group
 from megappo.errors import CapabilityError, EngineError
 from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
 from megappo.rollout.hf_decoding import GROUPED_ATTENTION
-from megappo.rollout.hf_parameters import folder_parameters
-from megappo.rollout.hf_sampling import sample_responses
+from megappo.rollout.hf_rows import ResponseEnds
+from megappo.rollout.hf_sampling import SamplingSignals, sample_responses
+from megappo.rollout.hf_weights import HFWeights, ModelThread
 from megappo.rollout.model_folder import read_end_tokens
-from megappo.rollout.prompts import check_prompts
-from megappo.rollout.weight_update import WeightUpdate
-from megappo.weights.buckets import BucketMeta, open_bucket, torch_dtype
+from megappo.rollout.prompts import RequestLimits, check_requests
+from megappo.rollout.stopping import StopStrings
+from megappo.weights.buckets import BucketMeta, torch_dtype
+from megappo.weights.checksums import HeldTensor
+from megappo.weights.delivery import Delivery
 
 T = TypeVar("T")
 
 MAX_BATCH_BYTES = 2 * 1024**3
 """Most memory of one batch (cache and logits); more requests are sampled batch after batch."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class _Call:
+    """A generate call under way."""
+
+    cancelled: threading.Event
+    """Nobody listens any more."""
+    aborted: threading.Event
 
 
 class HFEngine:
@@ -55,29 +66,44 @@ class HFEngine:
         self._model_free = asyncio.Lock()
         """Held while a batch is sampled, and from begin_weights to the end of a complete hand-over."""
         self._stopped = threading.Event()
-        self._groups: list[str] = []
-        self._version = 0
+        self._pause = spec.pause or PauseMode.wait
+        if self._pause not in (PauseMode.wait, PauseMode.abort):
+            raise CapabilityError(
+                f"weight_sync.pause={self._pause.value} needs an engine that can set requests aside, and "
+                "rollout.engine=hf works batch by batch (use weight_sync.pause=wait or abort)"
+            )
+        self._calls: set[_Call] = set()
+        self._end_tokens = read_end_tokens(Path(spec.model.path))
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._model: PreTrainedModel | None = None
+        self._weights: HFWeights | None = None
+
+    @property
+    def at_once(self) -> int | None:
+        """Nothing joins a batch that has begun."""
+        return None
 
     async def start(self) -> None:
         """Load the model folder."""
         self._model = await self._run("start", self._load, self._spec.config.start_timeout_s)
-        names = set(folder_parameters(self._model, remove_duplicate=True))
-        # A parameter under two names (a tied head) may come under either, and must come under its first.
-        aliases = set(folder_parameters(self._model)) - names
-        self._update = WeightUpdate(name=self._name, required=names, optional=aliases)
+        thread = ModelThread(run=self._run, model_free=self._model_free, abort=self.abort)
+        self._weights = HFWeights(
+            self._model,
+            name=self._name,
+            backend=self._backend,
+            thread=thread,
+            pause=self._pause,
+            timeout_s=self._spec.weight_timeout_s,
+        )
 
     def _load(self) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             self._spec.model.path,
-            dtype=torch_dtype(self._spec.model.dtype.value),
+            dtype=torch_dtype((self._spec.config.dtype or self._spec.model.dtype).value),
             attn_implementation="sdpa",  # refused for models whose attention needs more than a mask
         )
         if self._backend.kind == "cpu":
             model.set_attn_implementation(GROUPED_ATTENTION)
-        self._end_tokens = torch.tensor(
-            read_end_tokens(Path(self._spec.model.path)), dtype=torch.long, device=self._backend.device()
-        )
         torch.nn.Module.to(model, self._backend.device())  # transformers' own `to` hides its signature
         return model.eval()
 
@@ -86,89 +112,106 @@ class HFEngine:
     ) -> AsyncIterator[GroupOutput]:
         """Yield the groups of each batch when it is done. The same requests and seed give the same samples."""
         model = self._running("generate")
-        self._update.require_usable()
-        check_prompts(requests, vocabulary=model.config.get_text_config().vocab_size, name=self._name)
-        for batch, how in _batches(requests, sampling, row_bytes=partial(_row_bytes, model)):
-            timeout_s = self._spec.config.request_timeout_s
-            cancelled = threading.Event()
-            work = partial(
-                sample_responses,
-                model,
-                batch,
-                how,
-                end_tokens=self._end_tokens,
-                seed=seed,
-                cancelled=lambda flag=cancelled: flag.is_set() or self._stopped.is_set(),
-            )
-            try:
-                async with asyncio.timeout(timeout_s), self._model_free:
-                    version = self._version
-                    responses = await self._run("generate", work, timeout_s)
-            except TimeoutError:
-                raise self._too_late("generate", timeout_s) from None
-            finally:
-                cancelled.set()
-            for request, samples in zip(batch, responses, strict=True):
-                yield GroupOutput(group_id=request.group_id, responses=samples, policy_version=version)
+        self._weight_half("generate").update.require_usable()
+        check_requests(requests, sampling, limits=_limits(model), name=self._name)
+        call = _Call(cancelled=threading.Event(), aborted=threading.Event())
+        self._calls.add(call)
+        try:
+            for batch, how in _batches(requests, sampling, row_bytes=partial(_row_bytes, model)):
+                for output in await self._sample(model, batch, how, seed=seed, call=call):
+                    yield output
+        finally:
+            call.cancelled.set()
+            self._calls.discard(call)
+
+    async def _sample(
+        self,
+        model: PreTrainedModel,
+        batch: Sequence[GenerateRequest],
+        how: SamplingConfig,
+        *,
+        seed: int,
+        call: _Call,
+    ) -> list[GroupOutput]:
+        """Sample one batch, in the engine's thread, once no hand-over is under way."""
+        timeout_s = self._spec.config.request_timeout_s
+        signals = SamplingSignals(
+            cancelled=lambda: call.cancelled.is_set() or self._stopped.is_set(), aborted=call.aborted.is_set
+        )
+        try:
+            async with asyncio.timeout(timeout_s), self._model_free:
+                work = partial(
+                    sample_responses,
+                    model,
+                    batch,
+                    how,
+                    ends=self._ends(how),
+                    seed=seed,
+                    version=self._weight_half("generate").version,
+                    signals=signals,
+                )
+                return await self._run("generate", work, timeout_s)
+        except TimeoutError:
+            raise self._too_late("generate", timeout_s) from None
+
+    def _ends(self, sampling: SamplingConfig) -> ResponseEnds:
+        """Return what ends responses; the tokenizer is loaded for the first stop string."""
+        if sampling.stop and self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._spec.model.path)
+        tokens = torch.tensor(
+            [*self._end_tokens, *sampling.stop_token_ids], dtype=torch.long, device=self._backend.device()
+        )
+        strings = StopStrings(sampling.stop, self._tokenizer) if sampling.stop and self._tokenizer else None
+        return ResponseEnds(tokens=tokens, strings=strings)
+
+    async def abort(self) -> None:
+        """End all batches at their next token; returns once the one under way has ended."""
+        for call in self._calls:
+            call.aborted.set()
+        await self._run("abort", lambda: None, self._spec.config.request_timeout_s)  # its turn comes after the batch's
 
     async def join_weight_group(self, group: WeightGroup) -> None:
         """Join a weight group as rank `rank_offset`."""
-        self._running("join weight group")
-        if group.backend != self._backend.dist_backend:
-            raise EngineError(
-                f"{self._name}: join weight group: {group.name} uses {group.backend}, and an engine on "
-                f"{self._backend.kind} needs {self._backend.dist_backend}"
-            )
-        join = partial(
-            init_named_group,
-            name=group.name,
-            address=group.address,
-            port=group.port,
-            world_size=group.world_size,
-            rank=group.rank_offset,
-            backend=self._backend,
-            timeout_s=self._spec.weight_timeout_s,
-        )
-        await self._run("join weight group", join, self._spec.weight_timeout_s)
-        self._groups.append(group.name)
+        await self._weight_half("join weight group").join_group(group)
+
+    async def leave_weight_group(self, name: str) -> None:
+        """Leave a weight group, if it was joined."""
+        await self._weight_half("leave weight group").leave_group(name)
+
+    async def held_tensors(self) -> list[HeldTensor]:
+        """Return all parameters."""
+        return self._weight_half("held tensors").held_tensors()
 
     async def begin_weights(self) -> None:
-        """Wait for the batch under way, then keep others from starting."""
-        self._running("begin weights")
-        if not self._update.in_progress:
-            try:
-                await asyncio.wait_for(self._model_free.acquire(), self._spec.weight_timeout_s)
-            except TimeoutError:
-                raise self._too_late("begin weights", self._spec.weight_timeout_s) from None
-        self._update.begin()
+        """Wait for the batch under way, or end it; keep others from starting."""
+        await self._weight_half("begin weights").begin()
 
-    async def load_weights(self, bucket: BucketMeta, *, group: str) -> None:
+    async def load_weights(self, bucket: BucketMeta, *, delivery: Delivery) -> None:
         """Receive one bucket and copy what has a known name into the parameters."""
-        model = self._running("load weights")
-        self._update.receive(bucket.names)
-        load = partial(_receive_bucket, model, bucket, group=group)
-        await self._run("load weights", load, self._spec.weight_timeout_s)
+        await self._weight_half("load weights").load(bucket, delivery)
+
+    async def checksums(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the checksums of parameters."""
+        return await self._weight_half("verify weights").checksums(names)
 
     async def end_weights(self, version: int) -> None:
         """Check that the hand-over was complete, then go on generating."""
-        self._running("end weights")
-        self._update.check_names()
-        self._version = version
-        self._update.complete()
-        self._model_free.release()
+        await self._weight_half("end weights").end(version)
 
     async def weight_version(self) -> int:
         """Return the version of the weights in use."""
-        self._running("weight version")
-        return self._version
+        return self._weight_half("weight version").version
 
     async def sleep(self) -> None:
         """Move the weights to host memory; there is no cache between calls."""
         await self._move("sleep", torch.device("cpu"))
 
-    async def wake(self) -> None:
+    async def wake_weights(self) -> None:
         """Move the weights back to the device."""
         await self._move("wake", self._backend.device())
+
+    async def wake_cache(self) -> None:
+        """Return at once: a cache lives as long as its batch."""
 
     async def _move(self, phase: str, device: torch.device) -> None:
         model = self._running(phase)
@@ -181,17 +224,22 @@ class HFEngine:
     async def stop(self) -> None:
         """Leave the weight groups and drop the model; a batch under way ends at its next token."""
         self._stopped.set()
-        self._model = None
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for name in self._groups:
-            destroy_named_group(name)
-        self._groups.clear()
+        if self._weights is not None:
+            self._weights.leave_all()
+        self._model = self._weights = None
 
     def _running(self, phase: str) -> PreTrainedModel:
         """Return the model. Raises EngineError when the engine is not started or is stopped."""
         if self._model is None:
             raise EngineError(f"{self._name}: {phase}: the engine is not running")
         return self._model
+
+    def _weight_half(self, phase: str) -> HFWeights:
+        """Return what handles the weights. Raises EngineError as `_running`."""
+        self._running(phase)
+        assert self._weights is not None, "it is made with the model"
+        return self._weights
 
     async def _run(self, phase: str, work: Callable[[], T], timeout_s: float) -> T:
         """Run blocking work in the engine's thread. Raises EngineError naming the phase."""
@@ -227,6 +275,13 @@ def cut_into_batches(
         yield batch
 
 
+def _limits(model: PreTrainedModel) -> RequestLimits:
+    """Return what the model can read."""
+    config = model.config.get_text_config()
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    return RequestLimits(vocabulary=config.vocab_size, tokens=positions, reason="the model's positions")
+
+
 def _row_bytes(model: PreTrainedModel, tokens: int) -> int:
     """Return the memory of one sample: keys and values of all layers, and what choosing a token takes."""
     config = model.config.get_text_config()
@@ -234,20 +289,6 @@ def _row_bytes(model: PreTrainedModel, tokens: int) -> int:
     cached = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
     # per vocabulary entry: logits, log-probs and probabilities in float32, their sum in float64
     return tokens * cached + config.vocab_size * (3 * 4 + 8)
-
-
-def _receive_bucket(model: PreTrainedModel, bucket: BucketMeta, *, group: str) -> None:
-    """Receive a bucket from rank 0 of a group and copy its tensors. Raises ValueError where a shape differs."""
-    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=model.device)
-    dist.broadcast(flat, src=0, group=named_group(group))
-    with torch.no_grad():
-        parameters = folder_parameters(model)
-        for name, tensor in open_bucket(bucket, flat).items():
-            if name not in parameters:  # reported when the hand-over ends
-                continue
-            if parameters[name].shape != tensor.shape:
-                raise ValueError(f"{name} has shape {list(parameters[name].shape)}, and {list(tensor.shape)} came")
-            parameters[name].copy_(tensor)
 
 
 def _batches(

@@ -7,13 +7,16 @@ Shapes: P prompts, B rows (samples) still sampled, L longest prompt, V vocabular
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from megappo.config.rollout import SamplingConfig
-from megappo.rollout.engine import FinishReason, GenerateRequest, SampledResponse
+from megappo.rollout.continuation import join_group
+from megappo.rollout.engine import GenerateRequest, GroupOutput
 from megappo.rollout.hf_decoding import make_room
+from megappo.rollout.hf_rows import ResponseEnds, Rows
 
 _KEEP_SHARE = 0.75
 """Finished rows are dropped once fewer than this share is left: a drop copies the cache of the rest."""
@@ -23,42 +26,61 @@ class SamplingCancelled(RuntimeError):
     """Sampling ended before its end, since it was told to."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SamplingSignals:
+    """Asked before every step."""
+
+    cancelled: Callable[[], bool]
+    """Nobody wants the samples any more."""
+    aborted: Callable[[], bool]
+    """Return what there is."""
+
+
 @torch.inference_mode()
 def sample_responses(
     model: PreTrainedModel,
     requests: Sequence[GenerateRequest],
     sampling: SamplingConfig,
     *,
-    end_tokens: torch.Tensor,
+    ends: ResponseEnds,
     seed: int,
-    cancelled: Callable[[], bool],
-) -> list[list[SampledResponse]]:
-    """Sample all responses to some requests in one batch.
+    version: int,
+    signals: SamplingSignals,
+) -> list[GroupOutput]:
+    """Draw all open samples of some requests in one batch.
 
     Args:
-        end_tokens: ids that end a response.
-        seed: with the group id and the sample's number it decides a response, whatever else is in the batch.
-        cancelled: asked before every step.
-
-    Returns:
-        Per request, its responses.
+        seed: with the group id and the sample's number it decides a response, whatever else is in the batch and
+            however often the response was aborted and continued.
+        version: of the model's weights.
 
     Raises:
-        SamplingCancelled: `cancelled` answered yes.
+        SamplingCancelled: the samples are not wanted any more.
     """
-    rows = _Rows(requests, sampling.max_new_tokens, seed=seed, device=model.device)
-    cache, logits = _prefill(model, requests)
-    mask = _prompt_mask(requests, model.device)[rows.prompt_of_row]
-    logits = logits[rows.prompt_of_row]
-    make_room(cache, rows.prompt_of_row, mask.shape[1] + sampling.max_new_tokens)
-    for step in range(sampling.max_new_tokens):
-        if cancelled():
+    rows = Rows(requests, sampling, ends=ends, seed=seed, device=model.device)
+    if rows.count and not signals.aborted():
+        _draw(model, rows, sampling, signals)
+    drawn = rows.responses(version)
+    return [
+        join_group(request, responses, max_new_tokens=sampling.max_new_tokens, version_in_use=version)
+        for request, responses in zip(requests, drawn, strict=True)
+    ]
+
+
+def _draw(model: PreTrainedModel, rows: Rows, sampling: SamplingConfig, signals: SamplingSignals) -> None:
+    """Draw tokens until all rows are done or the call is aborted."""
+    cache, logits, mask = _prefill(model, rows.prompts)
+    mask, logits = mask[rows.prompt_of_row], logits[rows.prompt_of_row]
+    make_room(cache, rows.prompt_of_row, mask.shape[1] + rows.largest_budget)
+    for step in range(rows.largest_budget):
+        if signals.cancelled():
             raise SamplingCancelled("the samples are not wanted any more")
-        tokens, log_probs = choose_tokens(logits, sampling, rows.numbers[rows.active, step])
-        finished = rows.record(step, tokens, log_probs, end_tokens)
-        alive = ~finished
-        if step + 1 == sampling.max_new_tokens or not alive.any():
-            break
+        if signals.aborted():
+            return
+        tokens, log_probs = choose_tokens(logits, sampling, rows.numbers(step), forbidden=rows.forbidden(step, logits))
+        alive = ~rows.record(step, tokens, log_probs)
+        if not alive.any():
+            return
         if alive.sum() <= _KEEP_SHARE * alive.numel():
             kept = alive.nonzero()[:, 0]
             rows.keep(kept)
@@ -72,28 +94,33 @@ def sample_responses(
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-    return rows.responses()
 
 
 def choose_tokens(
-    logits: torch.Tensor, sampling: SamplingConfig, numbers: torch.Tensor
+    logits: torch.Tensor,
+    sampling: SamplingConfig,
+    numbers: torch.Tensor,
+    *,
+    forbidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose one token per row, by inverting the cumulative distribution at a uniform number.
 
     Args:
         logits: [B, V]
         numbers: [B] float64 in [0, 1).
+        forbidden: [B, V] bool, tokens that may not come now.
 
     Returns:
-        Tokens [B] and their log-probs [B] float32 under softmax(logits / temperature) over all tokens, whatever top_k
-        and top_p leave out; at temperature 0 the likeliest token, under softmax(logits).
+        Tokens [B] and their log-probs [B] float32 under softmax(logits / temperature) over all tokens, whatever is
+        left out; at temperature 0 the likeliest token, under softmax(logits).
     """
     temperature = sampling.temperature
     log_probs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    allowed = log_probs if forbidden is None else log_probs.masked_fill(forbidden, -torch.inf)
     if temperature == 0:
-        tokens = log_probs.argmax(-1)
+        tokens = allowed.argmax(-1)
     else:
-        weights = _allowed_weights(log_probs, sampling)
+        weights = _allowed_weights(allowed, sampling)
         # float64: with a large vocabulary the rounding of a float32 sum could reach a token of weight 0
         cumulative = weights.cumsum(-1, dtype=torch.float64)
         target = numbers[:, None] * cumulative[:, -1:]
@@ -102,88 +129,34 @@ def choose_tokens(
 
 
 def _allowed_weights(log_probs: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
-    """Return probabilities [B, V], 0 where top_k or top_p leave a token out; ties with the last kept token are kept."""
-    weights = log_probs.exp()
-    if 0 < sampling.top_k < weights.shape[-1]:
-        least = weights.topk(sampling.top_k, dim=-1).values[:, -1:]
-        weights = weights.masked_fill(weights < least, 0)
+    """Return probabilities [B, V], 0 where top_k, top_p or min_p leave a token out; ties with the last kept token are
+    kept. Each looks at the whole distribution, as in SGLang, not at what another has left."""
+    whole = log_probs.exp()
+    weights = whole
+    if 0 < sampling.top_k < whole.shape[-1]:
+        least = whole.topk(sampling.top_k, dim=-1).values[:, -1:]
+        weights = weights.masked_fill(whole < least, 0)
     if sampling.top_p < 1:
-        ordered = weights.sort(dim=-1, descending=True).values
+        ordered = whole.sort(dim=-1, descending=True).values
         before = ordered.cumsum(-1) - ordered  # weight of all likelier tokens
-        # A token stays while the likelier ones hold less than top_p of what top_k left.
+        # A token stays while the likelier ones hold less than top_p.
         kept = before < sampling.top_p * ordered.sum(-1, keepdim=True)
         least = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-        weights = weights.masked_fill(weights < least, 0)
+        weights = weights.masked_fill(whole < least, 0)
+    if sampling.min_p > 0:
+        weights = weights.masked_fill(whole < sampling.min_p * whole.amax(-1, keepdim=True), 0)
     return weights
 
 
-class _Rows:
-    """The samples of a batch: what they hold so far, and which are still sampled.
-
-    `numbers` [rows, max_new_tokens] decide the tokens; `active` [B] maps rows of the model's batch to samples.
-    """
-
-    def __init__(
-        self, requests: Sequence[GenerateRequest], max_new_tokens: int, *, seed: int, device: torch.device
-    ) -> None:
-        self._counts = [request.num_samples for request in requests]
-        total = sum(self._counts)
-        self.prompt_of_row = torch.repeat_interleave(
-            torch.arange(len(requests), device=device), torch.tensor(self._counts, device=device)
-        )
-        self.numbers = torch.cat([_uniform_numbers(request, max_new_tokens, seed=seed) for request in requests]).to(
-            device
-        )
-        self.active = torch.arange(total, device=device)
-        self._tokens = torch.zeros(total, max_new_tokens, dtype=torch.long, device=device)
-        self._log_probs = torch.zeros(total, max_new_tokens, device=device)
-        self._lengths = torch.zeros(total, dtype=torch.long, device=device)
-        self._ended = torch.zeros(total, dtype=torch.bool, device=device)
-
-    def record(
-        self, step: int, tokens: torch.Tensor, log_probs: torch.Tensor, end_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """Add the tokens [B] of one step to rows that have not ended; return which rows [B] have."""
-        self._tokens[self.active, step] = tokens
-        self._log_probs[self.active, step] = log_probs
-        before = self._ended[self.active]
-        self._lengths[self.active] += (~before).long()
-        after = before | torch.isin(tokens, end_tokens)
-        self._ended[self.active] = after
-        return after
-
-    def keep(self, kept: torch.Tensor) -> None:
-        """Go on with these rows of the model's batch."""
-        self.active = self.active[kept]
-
-    def responses(self) -> list[list[SampledResponse]]:
-        """Return the samples, per request."""
-        lengths, ended = self._lengths.tolist(), self._ended.tolist()
-        tokens, log_probs = self._tokens.tolist(), self._log_probs.tolist()
-        samples = iter(
-            SampledResponse(
-                tokens=tokens[row][:length],
-                log_probs=log_probs[row][:length],
-                finish_reason=FinishReason.stop if ended[row] else FinishReason.length,
-            )
-            for row, length in enumerate(lengths)
-        )
-        return [[next(samples) for _ in range(count)] for count in self._counts]
-
-
-def _uniform_numbers(request: GenerateRequest, max_new_tokens: int, *, seed: int) -> torch.Tensor:
-    """Return [num_samples, max_new_tokens] float64 in [0, 1) from a stream of the request's own."""
-    # The hash of a tuple of integers is the same in every process.
-    generator = torch.Generator().manual_seed(hash((seed, request.group_id)) % 2**63)
-    return torch.rand(request.num_samples, max_new_tokens, generator=generator, dtype=torch.float64)
-
-
-def _prefill(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> tuple[DynamicCache, torch.Tensor]:
-    """Compute each prompt once; return the cache and the logits [P, V] of the first response token."""
-    mask = _prompt_mask(requests, model.device)
+def _prefill(model: PreTrainedModel, prompts: Sequence[list[int]]) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
+    """Compute each prompt once; return the cache, the logits [P, V] of the next token and the mask [P, L] int64: 1 on
+    tokens, 0 on the padding before them."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
+    longest = int(lengths.max())
+    mask = (torch.arange(longest, device=model.device) >= longest - lengths[:, None]).long()
     tokens = torch.zeros_like(mask)
-    for row, request in enumerate(requests):
-        tokens[row, -len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, -len(prompt) :] = torch.tensor(prompt)
     cache = DynamicCache(config=model.config)
     output = model(
         input_ids=tokens,
@@ -193,11 +166,4 @@ def _prefill(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> tup
         use_cache=True,
         logits_to_keep=1,
     )
-    return cache, output.logits[:, -1]
-
-
-def _prompt_mask(requests: Sequence[GenerateRequest], device: torch.device) -> torch.Tensor:
-    """Return [P, L] int64: 1 on prompt tokens, 0 on the padding before them."""
-    lengths = torch.tensor([len(request.prompt_tokens) for request in requests], device=device)
-    longest = int(lengths.max())
-    return (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
+    return cache, output.logits[:, -1], mask

@@ -24,6 +24,17 @@ def read_vocabulary_size(folder: Path) -> int:
     return int(config.get("text_config", config)["vocab_size"])
 
 
+def read_positions(folder: Path) -> int | None:
+    """Return the longest sequence that config.json names, in tokens; None: it names none."""
+    config = _read_json(folder / "config.json")
+    return config.get("text_config", config).get("max_position_embeddings")
+
+
+def read_architecture(folder: Path) -> list[str]:
+    """Return the model classes that config.json names."""
+    return list(_read_json(folder / "config.json").get("architectures") or [])
+
+
 def read_weight_names(folder: Path) -> tuple[set[str], set[str]]:
     """Return the names of the folder's parameters: those that a full set of weights must hold, and those it may.
 
@@ -32,10 +43,26 @@ def read_weight_names(folder: Path) -> tuple[set[str], set[str]]:
     """
     with HuggingFaceWeights(folder) as weights:
         names = {name for name in weights.names() if not name.endswith("rotary_emb.inv_freq")}  # not parameters
-    optional = {TIED_HEAD} if _read_json(folder / "config.json").get("tie_word_embeddings") else set()
-    if TIED_HEAD not in names:
-        optional = {TIED_HEAD}
+    optional = {TIED_HEAD} if has_tied_head(folder) or TIED_HEAD not in names else set[str]()
     return names - optional, optional
+
+
+def read_weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of the folder's tensors. Raises CheckpointError as `read_weight_names`."""
+    with HuggingFaceWeights(folder) as weights:
+        return {name: weights.shape(name) for name in weights.names()}
+
+
+def read_key_value_heads(folder: Path) -> int:
+    """Return the number of key/value heads that config.json names, or of heads where it names none."""
+    config = _read_json(folder / "config.json")
+    text = config.get("text_config", config)
+    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
+
+
+def has_tied_head(folder: Path) -> bool:
+    """Return whether config.json says that the output layer is the embedding."""
+    return bool(_read_json(folder / "config.json").get("tie_word_embeddings"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON

@@ -1,27 +1,63 @@
-"""The check of prompts before they reach a model."""
+"""The check of requests before they reach a model."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from megappo.errors import EngineError
+from megappo.config.rollout import SamplingConfig
+from megappo.errors import RequestError
 from megappo.rollout.engine import GenerateRequest
 
 
-def check_prompts(requests: Sequence[GenerateRequest], *, vocabulary: int, name: str) -> None:
-    """Raise EngineError for an empty prompt or a token id that the model has no embedding for.
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RequestLimits:
+    """What an engine can take."""
 
-    Neither SGLang (whose scheduler dies of it when it has no tokenizer) nor transformers checks this.
+    vocabulary: int
+    """Embeddings of the model."""
+    tokens: int | None
+    """Longest prompt and response together; None: there is no limit."""
+    reason: str
+    """Where the limit comes from."""
+
+
+def check_requests(
+    requests: Sequence[GenerateRequest], sampling: SamplingConfig, *, limits: RequestLimits, name: str
+) -> None:
+    """Raise RequestError for what the model cannot read: an empty prompt, a token without an embedding, a prompt that
+    leaves no room for the response.
+
+    SGLang's scheduler dies of the first two when it has no tokenizer, and cuts a response that has no room;
+    transformers checks nothing.
 
     Args:
-        vocabulary: number of embeddings of the model.
         name: the engine's, for the error.
     """
+    strange = [token for token in sampling.stop_token_ids if not 0 <= token < limits.vocabulary]
+    if strange:
+        raise RequestError(
+            f"{name}: generate: stop_token_ids holds {strange[0]}, and the model has {limits.vocabulary} tokens"
+        )
     for request in requests:
-        tokens = request.prompt_tokens
-        if not tokens:
-            raise EngineError(f"{name}: generate: the prompt of group {request.group_id} has no tokens")
-        if min(tokens) < 0 or max(tokens) >= vocabulary:
-            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
-            raise EngineError(
-                f"{name}: generate: the prompt of group {request.group_id} holds token {wrong}, and the model has "
-                f"{vocabulary} (check that prompts were made with the tokenizer of model.path)"
-            )
+        problem = _problem(request, sampling.max_new_tokens, limits)
+        if problem is not None:
+            row = "" if request.row is None else f" (data row {request.row})"
+            raise RequestError(f"{name}: generate: the prompt of group {request.group_id}{row} {problem}")
+
+
+def _problem(request: GenerateRequest, max_new_tokens: int, limits: RequestLimits) -> str | None:
+    """Return what is wrong with a request."""
+    tokens = request.prompt_tokens
+    if not tokens:
+        return "has no tokens"
+    if min(tokens) < 0 or max(tokens) >= limits.vocabulary:
+        wrong = next(token for token in tokens if not 0 <= token < limits.vocabulary)
+        return (
+            f"holds token {wrong}, and the model has {limits.vocabulary} "
+            "(check that prompts were made with the tokenizer of model.path)"
+        )
+    if limits.tokens is not None and len(tokens) + max_new_tokens > limits.tokens:
+        return (
+            f"has {len(tokens)} tokens, which with max_new_tokens={max_new_tokens} is more than the "
+            f"{limits.tokens} of {limits.reason} (use a smaller data.max_prompt_tokens or max_new_tokens)"
+        )
+    return None

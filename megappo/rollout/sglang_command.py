@@ -7,24 +7,24 @@ from pathlib import Path
 
 from megappo.config.cluster import DeviceKind
 from megappo.config.model import ModelConfig
-from megappo.config.rollout import RolloutConfig
+from megappo.config.rollout import SGLANG_CPU_CACHE_TOKENS, SGLANG_KEPT_TOKENS, RolloutConfig
 from megappo.errors import ConfigError, Violation
+from megappo.rollout.model_folder import read_positions
 from megappo.rollout.sglang_cpu import STAND_INS
 
 HOST_PROGRAM = Path(__file__).with_name("sglang_host.py")
-CPU_TOTAL_TOKENS = 8192
-"""KV cache on a CPU where the configuration names none: SGLang would take half of the machine's memory."""
-_RESERVED = ("api-key", "admin-api-key", "config")
-"""Options that would lock megappo out, or change options that it sets."""
+_RESERVED = ("api-key", "admin-api-key", "config", "grpc-mode", "enable-http2", "tokenizer-worker-num", "nnodes")
+"""Options that would lock megappo out, change options that it sets, or open a door without a key."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ServerPorts:
-    """Ports of one server, reserved on the loopback address."""
+class ServerDoor:
+    """Where one server listens, on reserved ports."""
 
+    address: str
     http: int
     rendezvous: int
-    """Where its tensor-parallel ranks meet."""
+    """Where its tensor-parallel ranks meet, on the loopback address."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -36,7 +36,7 @@ class ServerCommand:
 
 
 def server_command(
-    config: RolloutConfig, model: ModelConfig, *, device: DeviceKind, ports: ServerPorts, seed: int
+    config: RolloutConfig, model: ModelConfig, *, device: DeviceKind, door: ServerDoor, seed: int
 ) -> ServerCommand:
     """Return the command of one server (SGLang 0.5.23).
 
@@ -46,7 +46,7 @@ def server_command(
     Raises:
         ConfigError: an extra argument is malformed or is one that megappo sets.
     """
-    options = _options(config, model, ports=ports, seed=seed)
+    options = _options(config, model, door=door, seed=seed)
     if device is DeviceKind.cpu:
         options |= _cpu_options(config)
     else:
@@ -55,26 +55,31 @@ def server_command(
     argv = [sys.executable, "-P", "-W", "ignore", str(HOST_PROGRAM), device.value]
     for name, value in (options | config.sglang.extra_args).items():
         argv += [f"--{name}"] if value == "" else [f"--{name}", value]
-    return ServerCommand(argv=argv, env=_cpu_env(config.tensor) if device is DeviceKind.cpu else {})
+    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by what it keeps of it
+    return ServerCommand(argv=argv, env=env | (_cpu_env(config.tensor) if device is DeviceKind.cpu else {}))
 
 
-def _options(config: RolloutConfig, model: ModelConfig, *, ports: ServerPorts, seed: int) -> dict[str, str]:
+def _options(config: RolloutConfig, model: ModelConfig, *, door: ServerDoor, seed: int) -> dict[str, str]:
     """Return the options of both devices; '' is a switch."""
     options = {
         "model-path": model.path,
-        "dtype": model.dtype.value,
+        "dtype": (config.dtype or model.dtype).value,
         "tp-size": str(config.tensor),
-        "host": "127.0.0.1",
-        "port": str(ports.http),
-        "nccl-port": str(ports.rendezvous),
+        "host": door.address,
+        "port": str(door.http),
+        "nccl-port": str(door.rendezvous),
         "random-seed": str(seed),
         "mem-fraction-static": str(config.sglang.mem_fraction_static),
         "max-running-requests": str(config.sglang.max_running_requests),
         "weight-version": "0",
-        "skip-tokenizer-init": "",  # token ids in, token ids out
         "sampling-defaults": "openai",  # never those of the model folder
         "log-level": "warning",
     }
+    if not (config.sampling.stop or config.validation.stop):
+        options["skip-tokenizer-init"] = ""  # token ids in, token ids out
+    positions = read_positions(Path(model.path))
+    if positions is not None:
+        options["context-length"] = str(positions + SGLANG_KEPT_TOKENS)  # all of them can be used
     if config.sglang.attention_backend is not None:
         options["attention-backend"] = config.sglang.attention_backend
     if config.sglang.max_total_tokens is not None:
@@ -87,7 +92,7 @@ def _cpu_options(config: RolloutConfig) -> dict[str, str]:
     return {
         "device": "cpu",
         "attention-backend": config.sglang.attention_backend or "torch_native",
-        "max-total-tokens": str(config.sglang.max_total_tokens or CPU_TOTAL_TOKENS),
+        "max-total-tokens": str(config.sglang.max_total_tokens or SGLANG_CPU_CACHE_TOKENS),
         "disable-overlap-schedule": "",
         "sleep-on-idle": "",  # else an idle engine keeps a core busy
         "skip-server-warmup": "",

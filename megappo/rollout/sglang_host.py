@@ -7,10 +7,11 @@ the thread that started the server, and take only the first process.)
 """
 
 import os
+import secrets
 import signal
 import sys
 import threading
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def _follow_parent(pipe: BinaryIO) -> None:
@@ -30,10 +31,33 @@ def _take_api_key() -> str:
     return key
 
 
+class Door:
+    """ASGI middleware that answers nothing without the key.
+
+    SGLang's own leaves /health, /ready, /metrics, every OPTIONS request and web sockets open (sglang 0.5.23,
+    srt/utils/auth.py).
+    """
+
+    def __init__(self, app: Any, *, key: str) -> None:  # Any: an ASGI application
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI's own types
+        given = dict(scope.get("headers") or []).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or secrets.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+
 def main(device: str, options: list[str]) -> None:
     """Serve until told to stop; options are those of `sglang.launch_server`."""
     key = _take_api_key()
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import app
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
@@ -42,6 +66,7 @@ def main(device: str, options: list[str]) -> None:
 
         cpu_launch.prepare()
     load_plugins()
+    app.add_middleware(Door, key=key)
     run_server(prepare_server_args([*options, "--api-key", key]))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from megappo.errors import EngineError
-from megappo.rollout.sglang_command import ServerCommand, ServerPorts
+from megappo.rollout.sglang_command import ServerCommand, ServerDoor
 
 _TERMINATE_S = 2.0
 """How long a server may take to end by itself before it is killed."""
@@ -23,28 +23,32 @@ _KILL_S = 2.5
 _TAIL_BYTES = 64 * 1024
 
 
-def reserve_port() -> socket.socket:
-    """Reserve a free port on the loopback address as long as the returned socket is open.
+def reserve_port(address: str) -> socket.socket:
+    """Reserve a free port on an address of this machine as long as the returned socket is open.
 
     The socket is bound and does not listen: the kernel then gives the port to nobody else, while a server that binds
     it by number with SO_REUSEADDR (as uvicorn and torch's TCPStore do) may listen on it.
     """
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
+    holder.bind((address, 0))
     return holder
 
 
 class SGLangServer:
     """The process of one server. `name` opens every error message; output goes to the end of `log_path`."""
 
-    def __init__(self, *, name: str, log_path: Path) -> None:
+    def __init__(self, *, name: str, log_path: Path, address: str = "127.0.0.1") -> None:
+        """`address` is where it listens."""
         self.name = name
         self.log_path = log_path
         self.api_key = secrets.token_hex(16)
-        self._holders = (reserve_port(), reserve_port())
-        self.ports = ServerPorts(http=self._holders[0].getsockname()[1], rendezvous=self._holders[1].getsockname()[1])
-        self.url = f"http://127.0.0.1:{self.ports.http}"
+        # The ranks of a server are on one machine.
+        self._holders = (reserve_port(address), reserve_port("127.0.0.1"))
+        http, rendezvous = (holder.getsockname()[1] for holder in self._holders)
+        self.door = ServerDoor(address=address, http=http, rendezvous=rendezvous)
+        self.url = f"http://[{address}]:{http}" if ":" in address else f"http://{address}:{http}"
         self._folder: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,8 +1,15 @@
 """What an engine may do with its weights: a hand-over that began must end well before anything is generated."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megappo.errors import EngineError
+
+
+def refuse_other_shapes(name: str, tensors: Iterable[tuple[str, list[int]]], known: Mapping[str, list[int]]) -> None:
+    """Raise EngineError where a tensor that engine `name` knows has another shape; unknown ones are not judged here."""
+    for tensor, shape in tensors:
+        if known.get(tensor, shape) != shape:
+            raise EngineError(f"{name}: load weights: {tensor} has shape {known[tensor]}, and {shape} came")
 
 
 class WeightUpdate:
@@ -20,7 +27,7 @@ class WeightUpdate:
             required: parameter names that every hand-over must hold.
             optional: names that it may hold, such as a head tied to the embedding.
         """
-        self._name = name
+        self.name = name
         self._required = frozenset(required)
         self._known = self._required | frozenset(optional)
         self._received: set[str] = set()
@@ -36,13 +43,13 @@ class WeightUpdate:
     def receive(self, names: Iterable[str]) -> None:
         """Note what a bucket held. Raises EngineError when no hand-over is open."""
         if not self.in_progress:
-            raise EngineError(f"{self._name}: load weights: no hand-over is open (call begin_weights first)")
+            raise EngineError(f"{self.name}: load weights: no hand-over is open (call begin_weights first)")
         self._received.update(names)
 
     def check_names(self) -> None:
         """Raise EngineError naming what is missing or unknown, or when no hand-over is open."""
         if not self.in_progress:
-            raise EngineError(f"{self._name}: end weights: no hand-over is open (call begin_weights first)")
+            raise EngineError(f"{self.name}: end weights: no hand-over is open (call begin_weights first)")
         problems = []
         for kind, names in (
             ("missing", self._required - self._received),
@@ -53,7 +60,7 @@ class WeightUpdate:
                 problems.append(f"{len(names)} {kind} parameters ({listed})")
         if problems:
             raise EngineError(
-                f"{self._name}: end weights: the hand-over held {' and '.join(problems)}; "
+                f"{self.name}: end weights: the hand-over held {' and '.join(problems)}; "
                 "the engine does not generate until a complete one"
             )
 
@@ -69,4 +76,4 @@ class WeightUpdate:
     def require_usable(self) -> None:
         """Raise EngineError if nothing may be generated."""
         if self._unusable is not None:
-            raise EngineError(f"{self._name}: generate: refused, since {self._unusable}")
+            raise EngineError(f"{self.name}: generate: refused, since {self._unusable}")

@@ -22,7 +22,7 @@ from megappo.config.algorithm_declarations import reads_sum_pi_squared
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.models.build import Head
-from megappo.models.export import iter_export_buckets, weight_manifest
+from megappo.models.export import iter_export_buckets
 from megappo.models.parameters import unwrap
 from megappo.observability.metrics import Metrics, mean
 from megappo.train.context import gather_statistics
@@ -31,7 +31,7 @@ from megappo.train.log_probs import TokenStatistics, compute_token_statistics, v
 from megappo.train.packing import PackedMicroBatch
 from megappo.train.reference import FrozenWeights, SwitchedOffAdapters
 from megappo.train.trainer import LossFunction, ModelTrainer, token_weights
-from megappo.weights.buckets import BucketMeta, TensorMeta
+from megappo.weights.buckets import BucketMeta
 
 
 class PolicyFields(NamedTuple):
@@ -185,14 +185,12 @@ class ActorTrainer(ModelTrainer):
             selected=self._predicted(micro_batch, selected),
         )
 
-    def export_buckets(self, bucket_bytes: int) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
-        """Yield this stage's weights under their Hugging Face names; see `models.export.iter_export_buckets`."""
+    def export_buckets(
+        self, bucket_bytes: int, *, dtype: str | None = None, shared: bool = False
+    ) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
+        """Yield the weights that this rank sends, under Hugging Face names; see `models.export.iter_export_buckets`."""
         self.memory.require_params()
-        return iter_export_buckets(self.chunks, bucket_bytes)
-
-    def weight_manifest(self) -> list[TensorMeta]:
-        """Return the Hugging Face tensors that this stage exports, in order."""
-        return weight_manifest(self.chunks)
+        return iter_export_buckets(self.chunks, bucket_bytes, dtype=dtype, shared=shared)
 
     def _statistics(
         self,

@@ -103,13 +103,6 @@ class ModelOptimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def await_weights(self, chunk: DistributedDataParallel) -> None:
-        """Wait, after a chunk's forward pass, for weights that are about to be read outside of any module's forward,
-        where no hook of Megatron waits: that of a fused head."""
-        if self.config.overlap_param_gather:
-            for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-                bucket_group.finish_param_sync()
-
     def _skip(self, grad_norm: float) -> None:
         self.skipped_steps += 1
         self._skipped_in_a_row += 1

@@ -224,7 +224,6 @@ class ModelTrainer:
                 None,
                 packed_seq_params=micro_batch.packed_seq_params,
             )
-            self.optimizer.await_weights(chunk)
             return output, lambda output, **options: function(output.squeeze(0), index, **options)
 
         iterators = [iter(list(enumerate(packed))) for _ in self.chunks]
@@ -304,8 +303,9 @@ def _wrap(chunk: MegatronModule, optim: OptimConfig, *, first: bool) -> Distribu
 
 
 def _let_gradients_overlap(chunks: Sequence[DistributedDataParallel], optim: OptimConfig) -> None:
-    """Tell the schedules which micro-batches only add to the gradient: without this (schedules.py:588) every one of
-    them would sum it over the data-parallel ranks."""
+    """Tell the schedules which micro-batches only add to the gradient (schedules.py:588). Without this the sum over the
+    data-parallel ranks would start once as many gradients are there as in the first step ever
+    (param_and_grad_buffer.py:559): too early or never where the number of micro-batches changes."""
     if optim.overlap_grad_reduce:
         functions = [chunk.no_sync for chunk in chunks]
         get_model_config(chunks[0]).no_sync_func = functions if len(functions) > 1 else functions[0]  # type: ignore[assignment]

@@ -1,11 +1,13 @@
 """Buckets of whole tensors that travel as one flat run of bytes.
 
 Invariants of a plan (asserted by tests/weights/test_buckets.py):
-1. The buckets hold the tensors in the order given, each once.
+1. The buckets hold the tensors each once: those of a bucket in the order given, buckets by their first tensor.
 2. No bucket is larger than the limit, unless it holds a single tensor that is.
 3. All tensors of a bucket have one dtype, so every tensor starts at a multiple of its element size.
+4. Where no tensor of a dtype is larger than a tenth of the limit, all its buckets but one are nine tenths full.
 """
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,26 +48,53 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def plan_buckets(tensors: Sequence[TensorMeta], bucket_bytes: int) -> list[BucketMeta]:
-    """Cut the tensors, in their order, into buckets of at most `bucket_bytes` (a larger tensor gets its own)."""
-    groups: list[list[TensorMeta]] = []
-    filled = 0
-    for tensor in tensors:
-        fits = filled + tensor.num_bytes <= bucket_bytes
-        if groups and fits and groups[-1][0].dtype == tensor.dtype:
-            groups[-1].append(tensor)
-            filled += tensor.num_bytes
+    """Pack the tensors into buckets of at most `bucket_bytes` (a larger tensor gets its own)."""
+    groups: list[list[int]] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        groups += _pack([index for index, tensor in enumerate(tensors) if tensor.dtype == dtype], tensors, bucket_bytes)
+    return [_bucket([tensors[index] for index in sorted(group)]) for group in sorted(groups, key=min)]
+
+
+def _pack(chosen: list[int], tensors: Sequence[TensorMeta], bucket_bytes: int) -> list[list[int]]:
+    """Best-fit decreasing (Johnson et al. 1974): the largest tensor first, each into the fullest bucket that takes it.
+    So a tensor opens a bucket only where it fits into none."""
+    sizes = {index: tensors[index].num_bytes for index in chosen}
+    groups: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (bytes left, group), sorted
+    for index in sorted(chosen, key=lambda index: (-sizes[index], index)):
+        place = bisect.bisect_left(free, (sizes[index], -1))
+        if place == len(free):
+            groups.append([index])
+            left, group = bucket_bytes - sizes[index], len(groups) - 1
         else:
-            groups.append([tensor])
-            filled = tensor.num_bytes
-    return [
-        BucketMeta(
-            names=[tensor.name for tensor in group],
-            shapes=[tensor.shape for tensor in group],
-            dtype=group[0].dtype,
-            num_bytes=sum(tensor.num_bytes for tensor in group),
-        )
-        for group in groups
-    ]
+            left, group = free.pop(place)
+            groups[group].append(index)
+            left -= sizes[index]
+        bisect.insort(free, (left, group))
+    return groups
+
+
+def _bucket(tensors: Sequence[TensorMeta]) -> BucketMeta:
+    return BucketMeta(
+        names=[tensor.name for tensor in tensors],
+        shapes=[tensor.shape for tensor in tensors],
+        dtype=tensors[0].dtype,
+        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+    )
+
+
+def fewest_buckets(sizes: Sequence[int], bucket_bytes: int) -> int:
+    """Return a number of buckets of which no packing of tensors of these bytes needs fewer.
+
+    Tensors larger than a bucket are alone; of tensors larger than 1 / (k + 1) of a bucket it holds at most k
+    (Martello and Toth 1990, section 8.3.2, by counting), and no more bytes than it has.
+    """
+    alone = sum(size > bucket_bytes for size in sizes)
+    packed = [size for size in sizes if size <= bucket_bytes]
+    bounds = [-(-sum(packed) // bucket_bytes)]
+    for most in range(1, 10):
+        bounds.append(-(-sum(size * (most + 1) > bucket_bytes for size in packed) // most))
+    return alone + max(bounds)
 
 
 def open_bucket(bucket: BucketMeta, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from the rules of the ones that exist, then its registration in `megappo.models.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,6 +37,24 @@ class Partition(Enum):
     """Every rank holds all of it."""
 
 
+class Size(Enum):
+    """What the length of a dimension of a Hugging Face tensor is."""
+
+    hidden = "hidden"
+    queries = "queries"
+    """Features of all query heads."""
+    keys = "keys"
+    """Features of all key heads; as many as of all value heads."""
+    head = "head"
+    """Features of one head."""
+    ffn = "ffn"
+    """Features of a dense layer's feed-forward network."""
+    expert_ffn = "expert_ffn"
+    experts = "experts"
+    vocabulary = "vocabulary"
+    one = "one"
+
+
 class Layers(Enum):
     """Which layers have a parameter."""
 
@@ -55,6 +73,8 @@ class NameRule:
     megatron: tuple[str, ...]
     """Its names: of the local layer spec, then that of the Transformer Engine spec where it differs."""
     hugging_face: tuple[str, ...]
+    shapes: tuple[tuple[Size, ...], ...]
+    """Of each Hugging Face tensor."""
     partition: Partition
     """For experts: by the ranks that share one expert."""
     transform: Transform = Transform.plain
@@ -95,24 +115,28 @@ VALUE_HEAD = "score.weight"
 
 def _rule(
     megatron: str | tuple[str, ...],
-    hugging_face: str | tuple[str, ...],
+    hugging_face: Mapping[str, tuple[Size, ...]],
     partition: Partition,
     transform: Transform = Transform.plain,
     layers: Layers = Layers.every,
 ) -> NameRule:
+    """Return a rule; `hugging_face` names each tensor with its shape."""
     return NameRule(
         megatron=(megatron,) if isinstance(megatron, str) else megatron,
-        hugging_face=(hugging_face,) if isinstance(hugging_face, str) else hugging_face,
+        hugging_face=tuple(hugging_face),
+        shapes=tuple(hugging_face.values()),
         partition=partition,
         transform=transform,
         layers=layers,
     )
 
 
-def _qkv(kind: str) -> NameRule:
+def _qkv(kind: str, *features: Size) -> NameRule:
+    """Return the rule of the matrix (of these input features) or the bias (none) that makes queries, keys, values."""
+    heads = {"q": Size.queries, "k": Size.keys, "v": Size.keys}
     return _rule(
         f"decoder.layers.{{layer}}.self_attention.linear_qkv.{kind}",
-        tuple(f"{_ATTENTION}.{name}_proj.{kind}" for name in "qkv"),
+        {f"{_ATTENTION}.{name}_proj.{kind}": (size, *features) for name, size in heads.items()},
         Partition.column,
         Transform.qkv,
     )
@@ -120,37 +144,42 @@ def _qkv(kind: str) -> NameRule:
 
 def _norm(local: str, fused: str, hugging_face: str) -> NameRule:
     names = (f"decoder.layers.{{layer}}.{local}.weight", f"decoder.layers.{{layer}}.{fused}.layer_norm_weight")
-    return _rule(names, f"model.layers.{{layer}}.{hugging_face}.weight", Partition.replicated)
+    return _rule(names, {f"model.layers.{{layer}}.{hugging_face}.weight": (Size.hidden,)}, Partition.replicated)
 
 
 def _head_norm(name: str) -> NameRule:
     megatron = f"decoder.layers.{{layer}}.self_attention.{name}_layernorm.weight"
-    return _rule(megatron, f"{_ATTENTION}.{name}_norm.weight", Partition.replicated)
+    return _rule(megatron, {f"{_ATTENTION}.{name}_norm.weight": (Size.head,)}, Partition.replicated)
 
 
+_VOCABULARY = (Size.vocabulary, Size.hidden)
 _SHARED = (
-    _rule("embedding.word_embeddings.weight", EMBEDDING, Partition.column, Transform.vocabulary),
+    _rule("embedding.word_embeddings.weight", {EMBEDDING: _VOCABULARY}, Partition.column, Transform.vocabulary),
     _norm("input_layernorm", "self_attention.linear_qkv", "input_layernorm"),
-    _qkv("weight"),
-    _rule("decoder.layers.{layer}.self_attention.linear_proj.weight", f"{_ATTENTION}.o_proj.weight", Partition.row),
+    _qkv("weight", Size.hidden),
+    _rule(
+        "decoder.layers.{layer}.self_attention.linear_proj.weight",
+        {f"{_ATTENTION}.o_proj.weight": (Size.hidden, Size.queries)},
+        Partition.row,
+    ),
     # Transformer Engine fuses it with a dense layer's first matrix only.
     _norm("pre_mlp_layernorm", "mlp.linear_fc1", "post_attention_layernorm"),
-    _rule("decoder.final_layernorm.weight", "model.norm.weight", Partition.replicated),
-    _rule("output_layer.weight", OUTPUT, Partition.column, Transform.vocabulary),
-    _rule("value_head.weight", VALUE_HEAD, Partition.replicated),
+    _rule("decoder.final_layernorm.weight", {"model.norm.weight": (Size.hidden,)}, Partition.replicated),
+    _rule("output_layer.weight", {OUTPUT: _VOCABULARY}, Partition.column, Transform.vocabulary),
+    _rule("value_head.weight", {VALUE_HEAD: (Size.one, Size.hidden)}, Partition.replicated),
 )
 
 _DENSE_MLP = (
     _rule(
         "decoder.layers.{layer}.mlp.linear_fc1.weight",
-        (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"),
+        dict.fromkeys((f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"), (Size.ffn, Size.hidden)),
         Partition.column,
         Transform.gate_up,
         Layers.dense,
     ),
     _rule(
         "decoder.layers.{layer}.mlp.linear_fc2.weight",
-        f"{_MLP}.down_proj.weight",
+        {f"{_MLP}.down_proj.weight": (Size.hidden, Size.ffn)},
         Partition.row,
         layers=Layers.dense,
     ),
@@ -168,15 +197,25 @@ def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[NameRule, ..
         return f"{experts}.local_experts.{{expert}}.{matrix}.weight", f"{experts}.{matrix}.weight{{expert}}"
 
     return (
-        _rule(f"{megatron}.router.weight", f"{hugging_face}.gate.weight", Partition.replicated, layers=Layers.sparse),
+        _rule(
+            f"{megatron}.router.weight",
+            {f"{hugging_face}.gate.weight": (Size.experts, Size.hidden)},
+            Partition.replicated,
+            layers=Layers.sparse,
+        ),
         _rule(
             names("linear_fc1"),
-            (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
+            dict.fromkeys((f"{expert}.{gate}.weight", f"{expert}.{up}.weight"), (Size.expert_ffn, Size.hidden)),
             Partition.column,
             Transform.gate_up,
             Layers.sparse,
         ),
-        _rule(names("linear_fc2"), f"{expert}.{down}.weight", Partition.row, layers=Layers.sparse),
+        _rule(
+            names("linear_fc2"),
+            {f"{expert}.{down}.weight": (Size.hidden, Size.expert_ffn)},
+            Partition.row,
+            layers=Layers.sparse,
+        ),
     )
 
 
@@ -238,24 +277,48 @@ def name_of_expert(megatron_name: str, expert: int) -> str:
     return _EXPERT.sub(str(expert), megatron_name)
 
 
-def hugging_face_names(
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RuleUse:
+    """One parameter that a rule stands for."""
+
+    rule: NameRule
+    layer: int | None
+    """Global index; None: the parameter is of no layer."""
+    expert: int | None
+    """Global index; None: it is of no expert."""
+    hugging_face: list[str]
+    """Names of its Hugging Face tensors."""
+
+
+def expand_rules(
     table: NameTable, num_layers: int, *, num_experts: int = 0, dense_layers: Collection[int] = ()
-) -> set[str]:
-    """Return all Hugging Face names of a model of this family, both heads included.
+) -> Iterator[RuleUse]:
+    """Yield all parameters of a model of this family, both heads included, rule by rule.
 
     Args:
         num_experts: experts per sparse layer; 0: all layers are dense, whatever `dense_layers` says.
     """
-    every = set(range(num_layers))
-    dense = every if num_experts == 0 else set(dense_layers)
-    layers_of = {Layers.every: every, Layers.dense: dense, Layers.sparse: every - dense}
-    return {
-        _filled(name, str(layer), str(expert))
-        for rule in table.rules
-        for name in rule.hugging_face
-        for layer in layers_of[rule.layers]
-        for expert in range(num_experts if "{expert}" in name else 1)
-    }
+    every = range(num_layers)
+    dense = set(every) if num_experts == 0 else set(dense_layers)
+    for rule in table.rules:
+        layers = {
+            Layers.every: every,
+            Layers.dense: sorted(dense),
+            Layers.sparse: [layer for layer in every if layer not in dense],
+        }[rule.layers]
+        for layer in layers if "{layer}" in rule.hugging_face[0] else [None]:
+            for expert in range(num_experts) if "{expert}" in rule.hugging_face[0] else [None]:
+                texts = ["" if index is None else str(index) for index in (layer, expert)]
+                names = [_filled(name, *texts) for name in rule.hugging_face]
+                yield RuleUse(rule=rule, layer=layer, expert=expert, hugging_face=names)
+
+
+def hugging_face_names(
+    table: NameTable, num_layers: int, *, num_experts: int = 0, dense_layers: Collection[int] = ()
+) -> set[str]:
+    """Return all Hugging Face names of a model of this family, both heads included; arguments as `expand_rules`."""
+    uses = expand_rules(table, num_layers, num_experts=num_experts, dense_layers=dense_layers)
+    return {name for use in uses for name in use.hugging_face}
 
 
 def _filled(name: str, layer: str, expert: str) -> str:

@@ -3,7 +3,7 @@
 Shapes: G key/value groups, R query heads per group, D head size, F feed-forward size, H hidden size, V vocabulary.
 
 Invariants (asserted by tests/weights/test_transforms.py):
-1. split(merge(tensors), i) is tensor i, bitwise.
+1. split(merge(tensors), i) has the elements of tensor i in their order, bitwise.
 2. Cutting commutes with merging: rank r's shard of the merged parameter is the merge of rank r's shards of the
    Hugging Face tensors. So loading reads slices only, and exporting concatenates split shards.
 """
@@ -44,9 +44,9 @@ def merge(transform: Transform, tensors: Sequence[torch.Tensor], *, num_groups: 
 def split(
     transform: Transform, parameter: torch.Tensor, part: int, *, num_groups: int, queries_per_group: int
 ) -> torch.Tensor:
-    """Return one of the Hugging Face tensors (by its index in `merge`) of a parameter, whole or a shard.
+    """Return one of the Hugging Face tensors (by its index in `merge`) of a parameter, whole or a shard, as a view.
 
-    The inverse of `merge`. A view of the parameter, except for qkv, whose heads lie apart.
+    The inverse of `merge`, but for the shape of queries, keys and values, which lie apart: [G, R*D or D, ...].
     """
     if transform in (Transform.plain, Transform.vocabulary):
         return parameter
@@ -55,7 +55,7 @@ def split(
     grouped = parameter.view(num_groups, -1, *parameter.shape[1:])
     head_dim = grouped.shape[1] // (queries_per_group + 2)
     heads = grouped.split([queries_per_group * head_dim, head_dim, head_dim], dim=1)
-    return heads[part].flatten(0, 1)
+    return heads[part]
 
 
 def shard(partition: Partition, tensor: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:

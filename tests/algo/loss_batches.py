@@ -226,7 +226,8 @@ def _dppo(lp: Tensor, r: Tensor, a: float, old: float, selected: bool, config: P
     if config.divergence is Divergence.binary_kl:
         divergence = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
     loss = -a * r
-    return loss.detach() + 0 * lp if away and divergence > config.delta else loss
+    delta = config.delta or {Divergence.total_variation: 0.15, Divergence.binary_kl: 0.05}[config.divergence]
+    return loss.detach() + 0 * lp if away and divergence > delta else loss
 
 
 def _clip_cov(lp: Tensor, r: Tensor, a: float, old: float, selected: bool, config: PolicyLossConfig) -> Tensor:

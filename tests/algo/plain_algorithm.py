@@ -34,7 +34,7 @@ DEFAULTS: Case = {
         "tau_positive": 1.0,
         "tau_negative": 1.05,
         "divergence": "total_variation",
-        "delta": 0.15,
+        "delta": None,
         "selected_fraction": 0.0002,
         "covariance_low": 1.0,
         "covariance_high": 5.0,

@@ -65,4 +65,5 @@ def _one(index: int, ratio: float, tokens: PlainTokens, config: dict[str, Any]) 
     if config["divergence"] == "binary_kl":
         divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     away = (a > 0 and held > 1) or (a < 0 and held < 1)
-    return -a * (held if away and divergence > config["delta"] else ratio)
+    delta = config["delta"] or {"total_variation": 0.15, "binary_kl": 0.05}[config["divergence"]]
+    return -a * (held if away and divergence > delta else ratio)

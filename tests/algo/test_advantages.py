@@ -12,6 +12,7 @@ from megappo.algo.advantages import (
     group_metrics,
     needs_sequence_advantages,
     needs_values,
+    signal_by_group,
     whitens_tokens,
 )
 from megappo.algo.advantages.base import SequenceInputs
@@ -205,10 +206,72 @@ def test_a_batch_of_empty_sequences_is_legal(name: str) -> None:
 
 
 def test_group_metrics_count_groups_their_size_and_those_without_signal() -> None:
-    found = values(group_metrics(inputs_of([1, 0, 1, 1, 0, 7], [1, 1, 2, 2, 3, 3], lengths=[1, 1, 1, 1, 1, 0])))
+    inputs = inputs_of([1, 0, 1, 1, 0, 7], [1, 1, 2, 2, 3, 3], lengths=[1, 1, 1, 1, 1, 0])
+    found = values(group_metrics(inputs, AlgorithmConfig(advantage=AdvantageConfig(name="grpo"))))
     assert found["rollout/groups"] == 3
     assert found["rollout/group_size/mean"] == pytest.approx(5 / 3)
     assert found["rollout/groups_without_signal"] == pytest.approx(2 / 3)
+
+
+DIFFERENT = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]
+CANCELLING = [{"a": 1.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 1.0}]
+SAME = [{"a": 1.0, "b": 0.0}] * 2
+SIGNALS = [
+    # name, scores, parts, greedy, whether the group teaches anything
+    ("grpo", [1, 0], (), None, True),
+    ("grpo", [1, 1], (), None, False),
+    ("grpo", [0.1 + 0.2, 0.3], (), None, False),
+    ("rloo", [0.1 + 0.2, 0.3], (), None, False),
+    ("gpg", [0.1 + 0.2, 0.3], (), None, False),
+    ("grpo", [np.nan, 1], (), None, True),
+    # Its parts differ while the totals are equal, and the other way about: gdpo reads no total.
+    ("gdpo", [1, 1], DIFFERENT, None, True),
+    ("gdpo", [1, 0], SAME, None, False),
+    ("gdpo", [1, 0], CANCELLING, None, False),
+    # The best answer was no better than the second: passk gives 0 to all.
+    ("grpo_passk", [1, 1, 0], (), None, False),
+    ("grpo_passk", [1, 0.5, 0], (), None, True),
+    ("grpo_passk", [0.1 + 0.2, 0.3, 0], (), None, False),
+    # Equal scores are signal where the greedy answer has another one, and differing ones always are.
+    ("remax", [1, 1], (), [0, 0], True),
+    ("remax", [1, 1], (), [1, 1], False),
+    ("remax", [1], (), [0], True),
+    ("remax", [0.1 + 0.2], (), [0.3], False),
+    ("remax", [1, 0], (), [1, 1], True),
+    ("remax", [1], (), [np.nan], True),
+]
+
+
+@pytest.mark.parametrize(("name", "scores", "parts", "greedy", "signal"), SIGNALS)
+def test_a_group_has_signal_where_the_estimator_gives_it_advantages(
+    name: str, scores: list[float], parts: Sequence[Mapping[str, float]], greedy: list[float] | None, signal: bool
+) -> None:
+    inputs = inputs_of(scores, [7] * len(scores), parts=parts, greedy=greedy)
+    constants: dict[str, object] = {}
+    if name == "gdpo":
+        weights = {"a": 2.0, "b": 1.0, "c": 1.0}
+        keys = sorted(parts[0])
+        constants = {"reward_keys": keys, "weights": [weights[key] for key in keys], "whiten": False}
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name=name, **constants))  # type: ignore[arg-type]
+    assert signal_by_group(inputs, algorithm) == {7: signal}
+    missing = values(group_metrics(inputs, algorithm))["rollout/groups_without_signal"]
+    assert missing == 1 - signal
+    given = np.array(advantages(inputs, name, **constants))
+    if name == "remax":  # its sequence stage is the baseline alone
+        given = given + np.array(scores)
+    assert (np.abs(given).max() < 1e-12) == (not signal)
+
+
+def test_gpg_counts_a_group_that_differs_by_rounding_error_as_one_without_signal() -> None:
+    # 4 sequences, 2 of them in a group with signal.
+    assert advantages(inputs_of([1, 0, 0.1 + 0.2, 0.3], [1, 1, 2, 2]), "gpg")[:2] == [1, -1]
+
+
+def test_a_group_of_empty_sequences_has_no_signal() -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="grpo"))
+    inputs = inputs_of([1, 0, 1, 0], [1, 1, 2, 2], lengths=[0, 0, 3, 3])
+    assert signal_by_group(inputs, algorithm) == {1: False, 2: True}
+    assert signal_by_group(inputs_of([], []), algorithm) == {}
 
 
 def test_declarations_say_what_each_estimator_needs() -> None:

@@ -12,6 +12,7 @@ from megappo.config.algorithm import (
     AlgorithmConfig,
     CorrectionLevel,
     DynamicSamplingConfig,
+    OldLogProbs,
     OnExhausted,
     OverlongConfig,
     RejectEstimator,
@@ -22,6 +23,7 @@ from megappo.config.algorithm_declarations import (
     reads_old_log_probs,
 )
 from megappo.config.algorithm_rules import algorithm_notes, algorithm_violations
+from megappo.config.store import load_run_config
 from megappo.errors import ConfigError
 from tests.algo.plain_algorithm import DEFAULTS
 
@@ -43,6 +45,15 @@ def preset_of(name: str) -> AlgorithmConfig:
 
 def test_the_defaults_break_no_rule() -> None:
     assert algorithm_violations(AlgorithmConfig(), samples_per_prompt=1) == []
+
+
+@pytest.mark.parametrize(("limit", "buffer"), [(1024, 204), (3, 1)])
+def test_dapo_penalises_the_last_fifth_of_the_response_limit(limit: int, buffer: int) -> None:
+    settings = ["algorithm=dapo", f"rollout.sampling.max_new_tokens={limit}", "batching.samples_per_prompt=4"]
+    composed = load_run_config([*settings, "model.path=m", "data.train.path=d"], rules=())
+    assert composed.algorithm.overlong == OverlongConfig(max_length=limit, buffer=buffer, factor=1.0)
+    without = load_run_config([*settings, "model.path=m", "data.train.path=d", "algorithm.overlong=null"], rules=())
+    assert without.algorithm.overlong is None
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -193,6 +204,21 @@ def test_sampling_control_that_cannot_work_is_refused(sampling: DynamicSamplingC
     assert broken.key == f"algorithm.sampling.{key}" and rule in broken.rule and broken.remedy
 
 
+def test_a_run_takes_no_engine_log_probs_where_more_than_those_is_read() -> None:
+    algorithm = preset_of("otb")
+    algorithm.old_log_probs = OldLogProbs.rollout
+    (broken,) = algorithm_violations(algorithm, samples_per_prompt=4)
+    assert broken.key == "algorithm.old_log_probs" and broken.value == "rollout" and broken.remedy
+    assert broken.rule.startswith("leaves advantage.name=optimal_token_baseline without the sums of squared probabil")
+    assert algorithm_violations(algorithm) == [], "a case brings the sums itself"
+
+
+def test_a_run_takes_no_lower_bound_of_truncated_weights() -> None:
+    algorithm = parse_algorithm({"correction": {"weight": WEIGHT | {"low": 0.25}}})
+    (broken,) = algorithm_violations(algorithm, samples_per_prompt=1)
+    assert broken.key == "algorithm.correction.weight.low" and "is not used by" in broken.rule and broken.remedy
+
+
 def test_over_sampling_goes_with_dynamic_sampling() -> None:
     sampling = DynamicSamplingConfig(max_rounds=2, oversample=1.5)
     assert algorithm_violations(AlgorithmConfig(sampling=sampling), samples_per_prompt=2) == []
@@ -204,6 +230,38 @@ def test_a_rejection_of_tokens_on_which_both_engines_agree_is_noted() -> None:
     assert algorithm_notes(parse_algorithm({"correction": {"reject": [{"estimator": "k3", "low": 0.0}]}})) == []
     (note,) = algorithm_notes(parse_algorithm({"correction": {"reject": [{}, {"estimator": "k3"}]}}))
     assert note.startswith("algorithm.correction.reject[1]: [0.5, 2] removes tokens on which both engines agree")
+
+
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        ({"kl": {"in_reward": {"coef": 0.1, "target": 0.2}}}, "algorithm.kl.in_reward.target=0.2 has no effect with"),
+        ({"kl": {"in_reward": {"horizon": 5}}}, "algorithm.kl.in_reward.horizon=5 has no effect with"),
+        ({"kl": {"in_loss": {"estimator": "k2"}}}, "algorithm.kl.in_loss.estimator=k2 has no effect with"),
+        ({"correction": {"weight": WEIGHT | {"low": 0.25}}}, "algorithm.correction.weight.low=0.25 has no effect with"),
+        ({"seed": 3}, "algorithm.seed=3 has no effect with algorithm.policy_loss.name=ppo_clip"),
+        ({"seed": 3, "policy_loss": {"name": "clip_cov"}}, None),
+        ({"kl": {"in_reward": {"coef": 0.1, "controller": "adaptive", "target": 0.2}}}, None),
+        ({"kl": {"in_loss": {"coef": 0.1, "estimator": "k2"}}}, None),
+        ({}, None),
+    ],
+)
+def test_settings_of_what_is_off_are_noted_and_not_refused(given: dict[str, Any], note: str | None) -> None:
+    found = algorithm_notes(parse_algorithm(given))
+    assert len(found) == (note is not None) and all(text.startswith(note or "") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"advantage": {"alpha": 2.0}}, "leave it out, or use an advantage that reads it: gpg"),
+        ({"policy_loss": {"delta": 0.3}}, "leave it out, or use a policy loss that reads it: dppo"),
+    ],
+)
+def test_an_unused_constant_names_its_readers(given: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_algorithm(given)
+    assert refused.value.violations[0].remedy == remedy
 
 
 def test_all_broken_rules_are_named_at_once() -> None:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.algo.dynamic_sampling import SamplingOutcome, decide_sampling, has_signal, prompts_to_draw
+from megappo.algo.dynamic_sampling import SamplingOutcome, decide_sampling, prompts_to_draw
 from megappo.config.algorithm import DynamicSamplingConfig, OnExhausted
 
-GOOD, FLAT = [1.0, 0.0], [1.0, 1.0]
+GOOD, FLAT = True, False
 
 
 def config(max_rounds: int, on_exhausted: str = "train_partial") -> DynamicSamplingConfig:
@@ -28,11 +28,11 @@ def test_out_of_rounds_the_configured_outcome_is_taken_with_its_counts(on_exhaus
     decision = decide_sampling(groups, target=8, rounds=2, config=config(2, on_exhausted))
     assert decision.outcome.value == on_exhausted and decision.refill == 0
     assert decision.kept == [0, 1, 2, 8, 9, 10]
-    assert decision.message == ("6 of 16 groups carry signal, 10 filtered (all scores equal), 8 needed, round 2 of 2")
+    assert decision.message == "6 of 16 groups carry signal, 10 filtered, 8 needed, round 2 of 2"
 
 
 def test_constant_rewards_end_in_the_configured_outcome_too() -> None:
-    decision = decide_sampling({1: FLAT, 2: [0.0]}, target=2, rounds=3, config=config(3, "stop"))
+    decision = decide_sampling({1: FLAT, 2: FLAT}, target=2, rounds=3, config=config(3, "stop"))
     assert decision.outcome is SamplingOutcome.stop and decision.kept == []
 
 
@@ -65,22 +65,18 @@ def test_a_round_draws_the_factor_times_the_missing_groups_rounded_up(
         assert decision.refill == draws and decision.outcome is SamplingOutcome.refill
 
 
-def test_a_group_with_a_score_that_is_not_finite_is_kept_so_that_it_is_reported() -> None:
-    assert has_signal([float("nan"), float("nan")])
-
-
 @given(
-    st.dictionaries(st.integers(0, 99), st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4), max_size=12),
+    st.dictionaries(st.integers(0, 99), st.booleans(), max_size=12),
     st.integers(1, 8),
     st.integers(1, 4),
     st.randoms(),
 )
 def test_every_group_is_kept_carried_or_filtered_whatever_the_order(
-    groups: dict[int, list[float]], target: int, rounds: int, random: object
+    groups: dict[int, bool], target: int, rounds: int, random: object
 ) -> None:
     decision = decide_sampling(groups, target=target, rounds=rounds, config=config(3))
     assert sorted(decision.kept + decision.surplus + decision.filtered) == sorted(groups)
-    assert all(len(set(groups[group])) == 1 for group in decision.filtered)
+    assert decision.filtered == sorted(group for group, signal in groups.items() if not signal)
     assert len(decision.kept) <= target
     if decision.outcome is SamplingOutcome.refill:
         assert rounds < 3 and decision.refill == target - len(decision.kept) > 0

@@ -41,3 +41,23 @@ def test_unequal_groups_have_their_own_mean_and_unbiased_deviation() -> None:
     assert groups.standard_deviations().tolist() == pytest.approx([0, (19 / 3) ** 0.5])
     assert groups.sizes.tolist() == [1, 3]
     assert groups.have_signal().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "signal"),
+    [
+        ([0.1 + 0.2, 0.3], False),
+        ([1e6, 1e6 + 0.5], False),
+        ([1.0, 1.0 + 1e-4], True),
+        ([0.0, 1e-9], True),
+        ([5.0], False),
+        ([np.nan, np.nan], True),
+        ([np.inf, np.inf], True),
+        ([np.nan], True),
+    ],
+)
+def test_a_group_has_signal_unless_its_spread_is_rounding_error(values: list[float], signal: bool) -> None:
+    # A value that is not finite counts as signal, so that it is reported rather than dropped.
+    with np.errstate(invalid="ignore"):
+        groups = GroupedValues(np.array(values), np.zeros(len(values), np.int64))
+        assert groups.have_signal().tolist() == [signal]

@@ -222,6 +222,41 @@ def test_every_estimator_goes_with_every_loss(inspect: Any, estimator: str, loss
     assert all(row[1] == 0 for row in found["gradient"])
 
 
+CORRECTED = {
+    "mask": [1, 0, 1, 1],
+    "old_log_probs": [-1.0, 9.0, -1.0, -2.0],
+    "rollout_log_probs": [-1.0, 9.0, -3.0, -2.0],
+    "finish_reason": "length",
+}
+REJECT = {"correction": {"reject": [{"level": "token", "estimator": "k1", "low": -1.0, "high": 1.0}]}}
+
+
+@pytest.mark.parametrize("rest", [{"score": 1.0}, {}, {"score": 1.0, "values": [0.0] * 4}])
+def test_correction_and_its_metrics_are_given_whether_or_not_there_are_advantages(
+    inspect: Any, rest: dict[str, Any]
+) -> None:
+    # gae is the default: it has advantages in the last case only. d = rollout - old = 0, -2, 0.
+    found = inspect([CORRECTED | rest], **REJECT)
+    assert (found["advantages"] is not None) == ("values" in rest)
+    assert found["mask"] == [[1, 0, 0, 1]]
+    assert found["metrics"]["correction/kept_fraction"] == pytest.approx(2 / 3)
+    assert found["metrics"]["actor/loss_token_ratio"] == pytest.approx(2 / 3)
+    assert found["metrics"]["actor/rollout_log_prob_diff/max"] == 2
+    assert found["metrics"]["correction/perplexity_ratio"] == pytest.approx(math.exp(-2 / 3))
+    assert inspect([CORRECTED | rest], mask_truncated=True)["mask"] == [[0, 0, 0, 0]]
+
+
+def test_old_log_probs_beside_those_of_the_engine_are_compared_with_them(inspect: Any) -> None:
+    sequence = CORRECTED | {"score": 1.0, "log_probs": [-1.5, 9.0, -1.0, -2.0]}
+    advantage = {"name": "reinforce_plus_plus", "whiten": False}
+    found = inspect([sequence], advantage=advantage, old_log_probs="rollout")
+    plain = {name: value for name, value in sequence.items() if name != "old_log_probs"}
+    alone = inspect([plain], advantage=advantage, old_log_probs="rollout")
+    assert found["loss"] == alone["loss"] and found["gradient"] == alone["gradient"]
+    assert found["metrics"]["correction/perplexity_ratio"] == pytest.approx(math.exp(-2 / 3))
+    assert alone["metrics"].items() <= found["metrics"].items(), "nothing else changes"
+
+
 def test_order_changes_no_number(inspect: Any) -> None:
     rng = np.random.default_rng(0)
     sequences = [
@@ -249,6 +284,11 @@ def test_order_changes_no_number(inspect: Any) -> None:
 
 OK = {"mask": [1, 1], "score": 1.0}
 REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
+    (
+        [{"mask": [1], "rollout_log_probs": [-1]}],
+        {"correction": {"reject": [{}]}},
+        "sequence 0: old_log_probs is missing, rollout correction needs it",
+    ),
     ([OK, {"mask": [1, 2], "score": 1}], {}, "sequence 1: mask must be a list of 0 and 1"),
     ([{"score": 1.0}], {}, "sequence 0: mask must be"),
     ([OK, "text"], {}, "sequence 1: sequence must be an object"),

@@ -172,6 +172,15 @@ def test_gpg_with_advantage_one_is_the_cross_entropy_of_supervised_training() ->
     assert (gradient - expected).abs().max() < 1e-7
 
 
+@pytest.mark.parametrize(("divergence", "delta"), [(Divergence.total_variation, 0.15), (Divergence.binary_kl, 0.05)])
+def test_dppo_bounds_each_divergence_in_its_own_units(divergence: Divergence, delta: float) -> None:
+    # Moves of 0.14 and 0.16 in probability from 0.5: 0.040 and 0.054 of the binary KL.
+    ratios, old = [1.28, 1.32], [math.log(0.5)] * 2
+    by_default, _ = run(PolicyLossConfig(name="dppo", divergence=divergence), ratios, [1, 1], old=old)
+    given, _ = run(PolicyLossConfig(name="dppo", divergence=divergence, delta=delta), ratios, [1, 1], old=old)
+    assert values(by_default.metrics)["actor/clip_fraction"] == values(given.metrics)["actor/clip_fraction"] == 0.5
+
+
 @pytest.mark.parametrize(("divergence", "delta"), [(Divergence.total_variation, 0.1), (Divergence.binary_kl, 0.03)])
 def test_dppo_cuts_only_gradients_away_from_the_old_policy_beyond_the_bound(
     divergence: Divergence, delta: float

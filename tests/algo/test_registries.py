@@ -74,3 +74,26 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         estimator_of(AlgorithmConfig(advantage=AdvantageConfig(name="ppo")))
     with pytest.raises(RegistryError, match="cispo, clip_cov"):
         policy_loss_of(AlgorithmConfig(policy_loss=PolicyLossConfig(name="grpo")))
+
+
+@pytest.mark.parametrize(
+    ("name", "need"), [("greedy_reader", "reads_greedy_scores"), ("squares_reader", "reads_sum_pi_squared")]
+)
+def test_an_estimator_from_outside_is_refused_what_a_run_would_not_give_it(name: str, need: str) -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name=f"tests.algo.plugins:{name}"))
+    with pytest.raises(RegistryError, match=f"plugins:{name} declares {need}, which a run provides to built-in"):
+        estimator_of(algorithm)
+
+
+def test_a_loss_from_outside_is_refused_what_a_run_would_not_give_it() -> None:
+    algorithm = AlgorithmConfig(policy_loss=PolicyLossConfig(name="tests.algo.plugins:selecting"))
+    with pytest.raises(RegistryError, match="plugins:selecting declares selects_tokens"):
+        policy_loss_of(algorithm)
+
+
+def test_a_loss_from_outside_keeps_its_own_aggregation() -> None:
+    algorithm = AlgorithmConfig(policy_loss=PolicyLossConfig(name="tests.algo.plugins:sequence_mean_only"))
+    assert aggregation_of(algorithm) is Aggregation.sequence_mean_token_mean
+    algorithm.policy_loss.aggregation = Aggregation.token_mean
+    with pytest.raises(RegistryError, match="aggregation=token_mean conflicts with"):
+        aggregation_of(algorithm)

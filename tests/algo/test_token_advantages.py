@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,17 +121,22 @@ def brute_force_otb(
     return out
 
 
+def softmax_rows(logits: np.ndarray, sampled: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return log-probs of the sampled tokens [n] and sums of squared probabilities [n] of logits [n, V]."""
+    above = torch.as_tensor(logits, dtype=dtype) - torch.as_tensor(logits.max(axis=1)[:, None], dtype=dtype)
+    total, squares = above.exp().sum(-1), (2 * above).exp().sum(-1)
+    log_probs = above.gather(1, torch.as_tensor(sampled)[:, None])[:, 0] - total.log()
+    return log_probs.double().numpy(), (squares / total.square()).double().numpy()
+
+
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=7), seed=st.integers(0, 2**32))
 def test_optimal_token_baseline_equals_its_definition(lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rewards, log_probs, squares = (
-        [make(length).tolist() for length in lengths]
-        for make in (
-            lambda n: rng.normal(size=n),
-            lambda n: -rng.exponential(size=n) - 0.01,
-            lambda n: 1 + rng.random(size=n),
-        )
-    )
+    rewards = [rng.normal(size=length).tolist() for length in lengths]
+    rows = [
+        softmax_rows(2 * rng.normal(size=(length, 9)), rng.integers(0, 9, length), torch.float64) for length in lengths
+    ]
+    log_probs, squares = [row[0].tolist() for row in rows], [row[1].tolist() for row in rows]
     groups = rng.integers(0, 3, len(lengths)).tolist()
     found = run(
         "optimal_token_baseline",
@@ -143,6 +149,50 @@ def test_optimal_token_baseline_equals_its_definition(lengths: list[int], seed: 
     np.testing.assert_allclose(
         found.advantages, flatten(brute_force_otb(rewards, log_probs, squares, groups)), atol=1e-10
     )
+
+
+@pytest.mark.parametrize("margin", [0.0, 6.0, 12.0, 20.0, 22.0])
+def test_optimal_token_baseline_weighs_nearly_certain_tokens_as_float64_does(margin: float) -> None:
+    # In fp32, 1 - 2 pi + sum pi^2 of a token of probability 1 - 1e-5 is rounding error of either sign: 1e-7 for 1e-10.
+    rng, steps, vocabulary = np.random.default_rng(int(margin)), 8, 32_000
+    logits = rng.normal(size=(2 * steps, vocabulary))
+    sampled = rng.integers(0, vocabulary, 2 * steps)
+    logits[np.arange(2 * steps), sampled] = margin * (1 + 0.1 * rng.random(2 * steps))
+    rewards = [[0.0] * (steps - 1) + [1.0], [0.0] * steps]
+
+    def baselines(dtype: torch.dtype) -> np.ndarray:
+        log_probs, squares = softmax_rows(logits, sampled, dtype)
+        found = run(
+            "optimal_token_baseline",
+            [[1] * steps] * 2,
+            rewards=rewards,
+            old_log_probs=np.split(log_probs, 2),
+            sum_pi_squared=np.split(squares, 2),
+            groups=[0, 0],
+        )
+        return 1.0 - found.advantages[:steps]
+
+    exact, measured = baselines(torch.float64), baselines(torch.float32)
+    # The returns are 1 and 0, so the baseline is the share of the first sequence in the weight.
+    assert ((measured >= 0) & (measured <= 1)).all()
+    odds = measured / (1 - measured) / (exact / (1 - exact))
+    if margin <= 6.0:
+        np.testing.assert_allclose(odds, 1.0, rtol=1e-3)
+    else:
+        assert ((odds > 0.49) & (odds < 2.05)).all(), odds
+
+
+def test_optimal_token_baseline_takes_a_sum_that_is_not_finite_for_what_it_is() -> None:
+    for square in (np.nan, np.inf):
+        found = run(
+            "optimal_token_baseline",
+            [[1], [1]],
+            rewards=[[1], [0]],
+            old_log_probs=[[-1], [-1]],
+            sum_pi_squared=[[square], [0.3]],
+            groups=[1, 1],
+        )
+        assert not np.isfinite(found.advantages).any()
 
 
 def test_optimal_token_baseline_counts_steps_over_response_tokens() -> None:

@@ -12,7 +12,7 @@ from megappo.algo.token_rewards import (
 )
 from megappo.batch.fields import concat, select
 from megappo.batch.stages import RolloutBatch, TokenField
-from megappo.config.algorithm import AlgorithmConfig, KLConfig, KLInRewardConfig, OverlongConfig
+from megappo.config.algorithm import AlgorithmConfig, KLConfig, KLInRewardConfig, OldLogProbs, OverlongConfig
 from megappo.observability.metrics import values
 from tests.algo.packed import flatten, make_batch, token_field, tokens_of
 
@@ -98,8 +98,18 @@ def test_a_capped_k3_is_counted_and_an_infinite_difference_is_not_hidden_by_the_
     ref = token_field(batch, [[-1, -1], [-1, -1]])
     field, totals = run(batch, [0.0, 0.0], kl_in_reward("k3"), old=old, ref=ref, kl_coef=1.0)
     assert totals.kl[0] == 5, "capped at 10, mean of two tokens"
-    assert values(totals.metrics)["kl/capped_fraction"] == 0.5
+    assert values(totals.metrics)["kl/in_reward/capped_fraction"] == 0.5
     assert np.isfinite(field.values[:3]).all() and np.isnan(field.values[3])
+
+
+def test_kl_in_reward_takes_the_engines_log_probs_where_they_stand_for_the_old_ones() -> None:
+    batch = make_batch([[0, 1, 1]], rollout_log_probs=[[9, -2, -3]])
+    ref = token_field(batch, [[np.nan, -2.5, -3]])
+    algorithm = kl_in_reward()
+    algorithm.old_log_probs = OldLogProbs.rollout
+    field, totals = run(batch, [1.0], algorithm, ref=ref, kl_coef=0.1)
+    assert field.values.tolist() == pytest.approx([0, -0.05, 1])
+    assert totals.kl.tolist() == [0.25] and totals.returns[0] == pytest.approx(0.95)
 
 
 def test_rewards_off_the_mask_move_to_the_last_response_token_before_them() -> None:

@@ -1,7 +1,9 @@
 """What a user reads when a worker process raises, dies or stops answering. Real Ray processes."""
 
+import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from megappo.cluster import runtime
 from megappo.cluster.runtime import Call, gather, start_ray
 from megappo.config.cluster import ClusterConfig
 from megappo.errors import CheckpointError, EngineError, WorkerError
@@ -42,11 +45,35 @@ class Worker:
         time.sleep(60)
 
 
+NO_WAIT = "RAY_gcs_server_port_wait_time_s"
+"""Ray's own key: how long it waits for the port of its first process. With 0 it does not start."""
+
+
+class FirstTry(logging.Handler):
+    """Hears that Ray did not start, and lets it wait from then on."""
+
+    heard = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard += record.getMessage()
+        os.environ.pop(NO_WAIT, None)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
+def first_try() -> Iterator[FirstTry]:
+    """Ray runs, at the second try."""
+    handler = FirstTry()
+    runtime.logger.addHandler(handler)
+    os.environ[NO_WAIT] = "0"
     start_ray(ClusterConfig(), num_cpus=4)
-    yield
+    yield handler
+    runtime.logger.removeHandler(handler)
     ray.shutdown()
+
+
+def test_ray_is_started_once_more_when_it_does_not_come_up(first_try: FirstTry) -> None:
+    assert first_try.heard.startswith("Ray did not start, trying once more: Timed out waiting")
+    assert ray.is_initialized()
 
 
 def make_call(tmp_path: Path, index: int, method: str, *args: object, name: str = "actor rank") -> Call:
@@ -86,3 +113,25 @@ def test_a_worker_that_does_not_answer_is_named_with_the_deadline(tmp_path: Path
     calls = [make_call(tmp_path, 0, "answer", 1), make_call(tmp_path, 1, "hang")]
     with pytest.raises(WorkerError, match=r"actor rank 1: no answer in log-probs within 3 s"):
         gather(calls, phase="log-probs", timeout_s=3)
+
+
+FAILING_START = """
+import psutil
+from megappo.cluster.runtime import start_ray
+from megappo.config.cluster import ClusterConfig
+from megappo.errors import WorkerError
+
+try:
+    start_ray(ClusterConfig(), num_cpus=1)
+except WorkerError as error:
+    print(error)
+print("left:", [process.name() for process in psutil.Process().children(recursive=True)])
+"""
+
+
+def test_a_ray_that_never_starts_is_told_in_words_and_leaves_no_process() -> None:
+    environment = os.environ | {NO_WAIT: "0"}
+    done = subprocess.run([sys.executable, "-c", FAILING_START], env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert "Ray did not start on this machine, nor at a second try: Timed out" in done.stdout
+    assert done.stdout.endswith("left: []\n")

@@ -1,4 +1,9 @@
-"""A small run configuration that breaks no rule."""
+"""A small run configuration that breaks no rule, and a model folder that fits it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,3 +33,31 @@ def config() -> RunConfig:
     config.algorithm.advantage.name = "grpo"
     config.cluster.pools = {"main": 2}
     return config
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 70,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def use_model(config: RunConfig, tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+    """Makes the run start from a folder whose config.json is that of a small Llama with changes (None: left out)."""
+
+    def use(changes: dict[str, Any]) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        content = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(content))
+        config.model.path, config.sft.random_model = str(folder), None
+        return folder
+
+    return use

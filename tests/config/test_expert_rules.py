@@ -1,12 +1,14 @@
 """How experts may be spread, before a run and where a model is built."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megappo.config.expert_rules import ExpertShape, expert_violations
-from megappo.config.model_shape import folder_shape
+from megappo.config.model_shape import shape_of
 from megappo.config.parallelism import ParallelismConfig
 from megappo.config.rules import check_config, check_files
 from megappo.config.run import RunConfig
@@ -80,12 +82,11 @@ def test_experts_divide_the_ranks_of_a_stage_of_their_pool(config: RunConfig) ->
 
 
 QWEN3_MOE = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 20,
+    "model_type": "qwen3_moe",
     "num_experts": 12,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
 }
 
 
@@ -93,29 +94,30 @@ QWEN3_MOE = {
     ("content", "experts", "dense"),
     [
         (QWEN3_MOE, SHAPE, None),
-        (QWEN3_MOE | {"mlp_only_layers": [0]}, SHAPE, 48),
-        (QWEN3_MOE | {"decoder_sparse_step": 2}, SHAPE, 48),
-        (QWEN3_MOE | {"num_experts": 0}, None, 48),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, SHAPE, 96),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, SHAPE, 96),
+        (QWEN3_MOE | {"num_experts": 0}, None, 96),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 1, 2, 3]}, None, 96),
         (
-            {key: value for key, value in QWEN3_MOE.items() if "moe" not in key and key != "num_experts"}
-            | {"num_local_experts": 12, "intermediate_size": 20},
+            {"model_type": "mixtral", "num_local_experts": 12, "num_experts_per_tok": 2, "intermediate_size": 20},
             SHAPE,
             None,
         ),
-        ({key: value for key, value in QWEN3_MOE.items() if "moe" not in key and key != "num_experts"}, None, 48),
+        ({}, None, 96),
     ],
 )
 def test_sizes_of_experts_are_read_from_the_folder(
-    tmp_path: Path, content: dict[str, object], experts: ExpertShape | None, dense: int | None
+    use_model: Callable[[dict[str, Any]], Path],
+    content: dict[str, object],
+    experts: ExpertShape | None,
+    dense: int | None,
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    shape = folder_shape(tmp_path)
+    shape = shape_of(json.loads((use_model(content) / "config.json").read_text()))
     assert (shape.experts, shape.ffn_hidden_size) == (experts, dense)
 
 
-def test_the_folder_is_held_against_the_layout(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE | {"intermediate_size": 45, "mlp_only_layers": [0]}))
-    config.model.path, config.sft.random_model = str(tmp_path), None
+def test_the_folder_is_held_against_the_layout(config: RunConfig, use_model: Callable[[dict[str, Any]], Path]) -> None:
+    use_model(QWEN3_MOE | {"intermediate_size": 45, "mlp_only_layers": [0]})
     config.actor.parallelism = ParallelismConfig(tensor=2, expert=5)
     assert [violation.key for violation in check_files(config)] == [
         "actor.parallelism.tensor",

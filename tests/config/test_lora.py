@@ -1,7 +1,8 @@
 """What is refused about adapters, before a run."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,16 +46,9 @@ def test_adapters_of_a_critic_count_where_there_is_one(config: RunConfig) -> Non
     assert [violation.key for violation in check_config(config)] == ["critic.lora.targets"]
 
 
-def test_experts_take_no_adapters(config: RunConfig, tmp_path: Path) -> None:
-    sizes = {
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "intermediate_size": 20,
-        "num_local_experts": 8,
-        "max_position_embeddings": 128,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    config.model.path, config.actor.lora = str(tmp_path), LoraConfig(targets=["q_proj", "up_proj"])
+def test_experts_take_no_adapters(config: RunConfig, use_model: Callable[[dict[str, Any]], Path]) -> None:
+    use_model({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    config.actor.lora = LoraConfig(targets=["q_proj", "up_proj"])
     assert [str(violation) for violation in check_files(config)] == [
         "actor.lora.targets=up_proj is for dense models: the experts of this one take no adapters "
         "(use actor.lora.targets=[q_proj,k_proj,v_proj,o_proj])"

@@ -17,7 +17,7 @@ def test_the_tables_are_the_registries() -> None:
 
 
 def test_all_unknown_names_come_in_one_report_with_the_nearest_one(config: RunConfig) -> None:
-    config.rollout.engine, config.reward.name, config.weight_sync.transport = "sgl", "exactmatch", "ipc"
+    config.rollout.engine, config.reward.name, config.weight_sync.transport = "sgl", "exactmatch", "nccl"
     found = {violation.key: violation for violation in check_config(config)}
     assert found.keys() == {"rollout.engine", "reward.name", "weight_sync.transport"}
     assert "did you mean exact_match?" in found["reward.name"].remedy

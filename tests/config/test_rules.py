@@ -1,8 +1,9 @@
 """Each rule refuses what it is named for and nothing else."""
 
-import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from megappo.config.data import SourceConfig
 from megappo.config.optim import ScheduleKind
 from megappo.config.rules import check_config, check_files, check_sft_files, start_up_notes
 from megappo.config.run import RunConfig
+
+UseModel = Callable[[dict[str, Any]], Path]
 
 
 def messages(config: RunConfig) -> list[str]:
@@ -58,6 +61,30 @@ def test_one_wrong_value_is_one_violation(config: RunConfig, key: str, value: ob
     assert found[0].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("actor.optim.clip_grad", "is not a number"),
+        ("actor.optim.lr", "is not a number"),
+        ("actor.optim.beta1", "is not a number"),
+        ("rollout.sampling.temperature", "is not a number"),
+        ("actor.optim.lr", "must be finite"),
+        ("actor.optim.weight_decay", "must be finite"),
+        ("weight_sync.timeout_s", "must be finite"),
+        ("sft.stop_loss", "must be finite"),
+    ],
+)
+def test_every_number_is_finite_and_refused_once(config: RunConfig, key: str, rule: str) -> None:
+    value = math.nan if rule == "is not a number" else math.inf
+    set_key(config, key, value)
+    assert messages(config) == [f"{key}={value} {rule} (use a finite number)"]
+
+
+def test_numbers_in_maps_are_finite_too(config: RunConfig) -> None:
+    config.actor.optim.weight_decay_of = {"*norm*": math.inf}
+    assert messages(config) == ["actor.optim.weight_decay_of[*norm*]=inf must be finite (use a finite number)"]
+
+
 def test_training_temperature_zero_is_refused_and_greedy_validation_is_not(config: RunConfig) -> None:
     config.rollout.sampling.temperature = 0.0
     config.rollout.validation.temperature = 0.0
@@ -94,7 +121,7 @@ def test_a_layout_that_leaves_devices_over_is_refused(config: RunConfig) -> None
 def test_engines_on_the_gpus_of_the_trainer_cannot_get_weights_by_broadcast(config: RunConfig) -> None:
     config.cluster.device = DeviceKind.cuda
     (violation,) = check_config(config)
-    assert violation.key == "cluster.rollout" and "gpu" in violation.remedy
+    assert violation.key == "cluster.rollout" and "placement=split" in violation.remedy
     config.cluster.pools = {"main": 2, "engines": 1}
     config.cluster.rollout = "engines"
     assert messages(config) == []
@@ -187,11 +214,6 @@ def test_all_violations_come_in_one_report(config: RunConfig) -> None:
     ]
 
 
-def write_model(folder: Path, **sizes: int) -> None:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(sizes))
-
-
 def test_a_missing_model_that_sft_would_make_says_so(config: RunConfig, tmp_path: Path) -> None:
     config.sft.output = str(tmp_path / "start")
     config.model.path = str(tmp_path / "start" / "model")
@@ -207,16 +229,16 @@ def test_a_missing_model_of_ones_own_asks_for_the_folder(config: RunConfig, tmp_
     assert "model.path=FOLDER" in violation.remedy
 
 
-def test_the_sizes_of_a_model_folder_are_held_against_the_layout(config: RunConfig, tmp_path: Path) -> None:
-    write_model(
-        tmp_path / "model",
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        num_hidden_layers=5,
-        max_position_embeddings=70,
+def test_the_sizes_of_a_model_folder_are_held_against_the_layout(config: RunConfig, use_model: UseModel) -> None:
+    use_model(
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "num_hidden_layers": 5,
+            "hidden_size": 96,
+            "max_position_embeddings": 70,
+        }
     )
-    config.model.path = str(tmp_path / "model")
-    config.sft.random_model = None
     config.actor.parallelism.tensor = 2
     config.actor.parallelism.pipeline = 2
     assert [str(violation) for violation in check_files(config)] == [
@@ -227,14 +249,13 @@ def test_the_sizes_of_a_model_folder_are_held_against_the_layout(config: RunConf
     ]
 
 
-def test_key_value_heads_default_to_the_heads(config: RunConfig, tmp_path: Path) -> None:
-    write_model(tmp_path / "model", num_attention_heads=4, num_hidden_layers=2)
-    config.model.path = str(tmp_path / "model")
-    config.actor.parallelism.tensor = 2
+def test_key_value_heads_default_to_the_heads(config: RunConfig, use_model: UseModel) -> None:
+    use_model({"num_key_value_heads": None})
+    config.actor.parallelism.tensor = 4
     assert check_files(config) == []
 
 
-@pytest.mark.parametrize("content", ["{", "{}"])
+@pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_config_json_that_cannot_be_used_is_a_violation(config: RunConfig, tmp_path: Path, content: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(content)
@@ -267,6 +288,10 @@ def test_sft_from_a_random_model_needs_no_model_folder(config: RunConfig) -> Non
     [
         (lambda config: set_key(config, "batching.samples_per_prompt", 1), "samples_per_prompt=1"),
         (lambda config: set_key(config, "rollout.sampling.top_k", 5), "top_k"),
+        (
+            lambda config: set_key(config, "algorithm.value_loss.clip", 0.2),
+            "algorithm.value_loss.clip=0.2 has no effect",
+        ),
     ],
 )
 def test_legal_but_unlikely_settings_get_a_note(

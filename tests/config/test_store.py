@@ -148,7 +148,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(override: str, near: str
         ("model.dtype=float16", "must be one of float32, bfloat16 (without this it is float32)"),
         (
             "model=null",
-            "must be a section with the keys path, random_weights, dtype, fp32_head",
+            "must be a section with the keys path, random_weights, family, dtype, fp32_head",
         ),
         ("seed=1,2", "holds several values"),
         ("~seed", "cannot be removed"),

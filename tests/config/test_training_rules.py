@@ -1,12 +1,14 @@
-"""Rules about optimizer, schedule, precision and recomputation: what each refuses, in words, and what it lets pass."""
+"""Rules about optimizer, schedule and recomputation: what each refuses, in words, and what it lets pass."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from megappo.config.cluster import DeviceKind
-from megappo.config.memory import RecomputeGranularity, RecomputeMethod
-from megappo.config.model import Dtype, Fp8Recipe, LayerSpec
-from megappo.config.optim import OptimizerName, ScheduleKind
-from megappo.config.rules import check_config, check_device
+from megappo.config.memory import RecomputeConfig, RecomputeGranularity, RecomputeMethod
+from megappo.config.optim import DecayShape, OptimizerName, ScheduleKind
+from megappo.config.parallelism import ParallelismConfig
+from megappo.config.rules import check_config
 from megappo.config.run import RunConfig
 
 
@@ -71,7 +73,6 @@ def test_overlapped_gathering_needs_the_distributed_optimizer_and_buckets(
 def test_selective_recomputation_names_modules_that_can_be_recomputed(config: RunConfig) -> None:
     recompute = config.model.recompute
     recompute.modules = ["layernorm"]
-    assert messages(config) == []  # not selective: the list is not read
     recompute.granularity = RecomputeGranularity.selective
     (found,) = messages(config)
     assert found == (
@@ -83,6 +84,62 @@ def test_selective_recomputation_names_modules_that_can_be_recomputed(config: Ru
     assert found.startswith("model.recompute.modules=[] must not be empty")
 
 
+NONE, SELECTIVE, FULL = RecomputeGranularity.none, RecomputeGranularity.selective, RecomputeGranularity.full
+BLOCK = RecomputeMethod.block
+
+
+@pytest.mark.parametrize(
+    ("recompute", "message"),
+    [
+        (RecomputeConfig(num_layers=2), "num_layers=2 has no use with model.recompute.granularity=none"),
+        (RecomputeConfig(method=BLOCK), "method=block has no use with model.recompute.granularity=none"),
+        (RecomputeConfig(modules=["mlp"]), "modules=['mlp'] has no use with model.recompute.granularity=none"),
+        (RecomputeConfig(modules=["wrong"]), "modules=['wrong'] has no use with model.recompute.granularity=none"),
+        (RecomputeConfig(granularity=FULL, modules=["mlp"]), "modules=['mlp'] has no use with model.recompute.gran"),
+        (RecomputeConfig(granularity=SELECTIVE, num_layers=2), "num_layers=2 has no use with model.recompute.gran"),
+        (RecomputeConfig(granularity=SELECTIVE, method=BLOCK), "method=block has no use with model.recompute.gran"),
+        (RecomputeConfig(granularity=FULL, method=BLOCK, num_layers=2), None),
+        (RecomputeConfig(granularity=SELECTIVE, modules=["mlp"]), None),
+        (RecomputeConfig(granularity=NONE), None),
+    ],
+)
+def test_recomputation_takes_no_setting_that_it_does_not_read(
+    config: RunConfig, recompute: RecomputeConfig, message: str | None
+) -> None:
+    config.model.recompute = recompute
+    found = messages(config)
+    assert len(found) == (message is not None)
+    assert all(text.startswith(f"model.recompute.{message}") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decay_steps": 10}, "decay_steps=10 has no use with actor.optim.schedule=constant (leave it out)"),
+        ({"min_lr": 1e-8}, "min_lr=1e-08 has no use with actor.optim.schedule=constant (leave it out)"),
+        ({"final_decay_shape": DecayShape.cosine}, "final_decay_shape=cosine has no use with actor.optim.schedule=con"),
+        (
+            {"final_decay_shape": DecayShape.cosine, "schedule": ScheduleKind.linear, "decay_steps": 9},
+            "final_decay_shape=cosine has no use with actor.optim.schedule=linear",
+        ),
+        ({"name": OptimizerName.sgd, "beta1": 0.8}, "beta1=0.8 has no use with actor.optim.name=sgd"),
+        ({"name": OptimizerName.sgd, "beta2": 0.8}, "beta2=0.8 has no use with actor.optim.name=sgd"),
+        ({"name": OptimizerName.sgd, "eps": 1e-4}, "eps=0.0001 has no use with actor.optim.name=sgd"),
+        ({"overlap_bucket_params": 100}, "overlap_bucket_params=100 has no use with actor.optim.overlap_grad_reduce="),
+        ({"overlap_bucket_params": 100, "overlap_grad_reduce": True}, None),
+        ({"beta1": 0.8, "beta2": 0.9, "eps": 1e-4}, None),
+        ({"schedule": ScheduleKind.cosine, "decay_steps": 9, "min_lr": 1e-8}, None),
+    ],
+)
+def test_an_optimizer_takes_no_setting_that_it_does_not_read(
+    config: RunConfig, settings: dict[str, Any], message: str | None
+) -> None:
+    config.actor.optim = replace(config.actor.optim, **settings)
+    found = messages(config)
+    assert len(found) == (message is not None)
+    assert all(text.startswith(f"actor.optim.{message}") for text in found)
+
+
 @pytest.mark.parametrize(
     ("method", "num_layers", "stages", "message"),
     [
@@ -92,7 +149,7 @@ def test_selective_recomputation_names_modules_that_can_be_recomputed(config: Ru
             1,
             "must divide the 4 layers of a stage of actor with method=uniform (use 1, 2 or 4)",
         ),
-        (RecomputeMethod.block, 3, 2, "must be at most the 2 layers of a stage of actor (use 1 or 2)"),
+        (RecomputeMethod.block, 3, 2, "must be at most the 2 layers of a stage of actor (use 1 to 2)"),
         (RecomputeMethod.block, 3, 1, None),
         (RecomputeMethod.uniform, 2, 2, None),
     ],
@@ -107,16 +164,30 @@ def test_full_recomputation_fits_the_layers_of_a_stage(
     assert messages(config) == expected
 
 
-def test_fp8_needs_a_gpu_transformer_engine_and_16_bit_parameters(config: RunConfig) -> None:
-    model = config.model
-    model.fp8, model.dtype, model.layer_spec = Fp8Recipe.mxfp8, Dtype.bfloat16, LayerSpec.auto
-    config.cluster.device = DeviceKind.auto
-    assert check_config(config) == []
-    config.cluster.device = DeviceKind.cpu  # what auto has turned out to be
-    (found,) = check_device(config)
-    assert str(found) == "model.fp8=mxfp8 needs a GPU: fp8 matrix products are CUDA kernels (set model.fp8=null)"
-    config.cluster.device, model.layer_spec, model.dtype = DeviceKind.auto, LayerSpec.local, Dtype.float32
-    assert [message.partition(" (")[0] for message in messages(config)] == [
-        "model.fp8=mxfp8 needs the layers of Transformer Engine",
-        "model.fp8=mxfp8 needs 16-bit parameters, not model.dtype=float32",
-    ]
+@pytest.mark.parametrize(
+    ("layout", "num_layers", "message"),
+    [
+        (
+            ParallelismConfig(pipeline=2, first_stage_layers=1),
+            3,
+            "must divide the 1 layers of a stage of actor with method=uniform (use 1)",
+        ),
+        (ParallelismConfig(pipeline=2, first_stage_layers=1), 1, None),
+        (
+            ParallelismConfig(pipeline=2, virtual_pipeline=2),
+            2,
+            "must divide the 1 layers of a chunk of a stage of actor with method=uniform (use 1)",
+        ),
+        # 2 of the 4 + 2 parts on each stage.
+        (ParallelismConfig(pipeline=3, embedding_is_layer=True, head_is_layer=True), 2, "must divide the 1 layers"),
+    ],
+)
+def test_uneven_stages_and_chunks_are_counted(
+    config: RunConfig, layout: ParallelismConfig, num_layers: int, message: str | None
+) -> None:
+    config.cluster.pools = {"main": layout.pipeline}
+    config.model.recompute = RecomputeConfig(granularity=RecomputeGranularity.full, num_layers=num_layers)
+    config.actor.parallelism = layout
+    found = messages(config)
+    assert len(found) == (message is not None)
+    assert all(text.startswith(f"model.recompute.num_layers={num_layers} {message}") for text in found)

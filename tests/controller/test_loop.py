@@ -17,7 +17,8 @@ from megappo.config.rollout import RolloutConfig, SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.config.trainer import TrainerConfig
 from megappo.controller.loop import PPOController
-from megappo.controller.rollouts import ScoredRollouts
+from megappo.controller.rollouts import ScoredRollouts, draw_prompts
+from megappo.controller.state import DrawIds
 from megappo.controller.step import Components, StepResult
 from megappo.controller.throughput import ModelThroughput, StepThroughput
 from megappo.data.sampler import PromptSampler
@@ -138,7 +139,7 @@ def test_other_registered_estimators_learn_too(name: str, tmp_path: Path) -> Non
 
 def test_a_step_goes_through_its_hops_in_order(tmp_path: Path) -> None:
     controller, _ = run(make_config(grpo(), steps=2), tmp_path)
-    hops = ["generate", "pack", "sleep", "wake", "push"]
+    hops = ["generate", "pack", "sleep", "wake_weights", "push", "wake_cache"]
     assert controller.parts.rollout.calls == ["push", *hops, *hops]  # type: ignore[attr-defined]
 
 
@@ -296,6 +297,6 @@ def test_checkpoints_without_a_pointer_are_not_silently_ignored(tmp_path: Path) 
 
 def test_the_end_token_is_part_of_the_response() -> None:
     assert EOS == 0
-    rollout = FakeRollout(table=torch.tensor([[9.0, 0, 0]] * 3), version=0)
-    tokens, log_probs = rollout._sample(1, SamplingConfig(max_new_tokens=4), np.random.default_rng(0))
-    assert tokens == [0] and len(log_probs) == 1
+    rollout = FakeRollout(table=torch.tensor([[99.0, 0, 0]] * 3), version=0)
+    (group,) = rollout.generate(draw_prompts(PROMPTS[:1], DrawIds(), num_samples=1), SamplingConfig(), seed=0)
+    assert (group.sequences[0].response_tokens, group.sequences[0].finish_reason) == (1, "stop")

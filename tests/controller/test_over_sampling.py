@@ -14,7 +14,6 @@ from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, FinishedGroup
 from megappo.controller.sampling import StepRollouts, StepSampler
-from megappo.controller.state import LoopState
 from megappo.data.sampler import PromptSampler
 from megappo.observability.metrics import values
 from megappo.observability.timing import PhaseTimer
@@ -31,9 +30,11 @@ class CountingRollout(FakeRollout):
 
     rounds: list[int] = field(default_factory=list)
 
-    def generate(self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int) -> Iterator[FinishedGroup]:
+    def generate(
+        self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int, wanted: int | None = None
+    ) -> Iterator[FinishedGroup]:
         self.rounds.append(len(draws))
-        return super().generate(draws, sampling, seed=seed)
+        return super().generate(draws, sampling, seed=seed, wanted=wanted)
 
 
 def config_of(seed: int, sampling: DynamicSamplingConfig) -> RunConfig:
@@ -65,14 +66,13 @@ def sample_steps(config: RunConfig, *, steps: int, three: float = 0.5) -> Sample
     rollout = CountingRollout(table=table, version=0)
     prompts = PromptSampler(PROMPTS, batch_size=TARGET, seed=config.seed, shuffle=True)
     sampler = StepSampler(config, prompts=prompts, rollout=rollout, reward=FakeReward(first_token_is_three))
-    state, found = LoopState(), Sampled(steps=[], rounds=[], waiting=set())
-    for _ in range(steps):
+    found = Sampled(steps=[], rounds=[], waiting=set())
+    for step in range(1, steps + 1):
         rollout.rounds = []
-        found.steps.append(sampler.sample(state, PhaseTimer()))
+        found.steps.append(sampler.sample(step, PhaseTimer()))
         found.rounds.append(rollout.rounds)
         train = [info.sequence_id for info in found.steps[-1].train.sequences]
         rollout.pack([train], forget=found.steps[-1].forget)
-        state.step += 1
     assert rollout.stored.keys() == set(sampler.carried_ids), "engines keep the tokens of what waits and no others"
     found.waiting = {sequence_id // SAMPLES for sequence_id in sampler.carried_ids}
     return found
@@ -82,10 +82,9 @@ def test_a_round_draws_the_factor_times_what_is_missing() -> None:
     plain = sample_steps(config_of(0, DynamicSamplingConfig(max_rounds=50)), steps=1)
     more = sample_steps(config_of(0, DynamicSamplingConfig(max_rounds=50, oversample=1.5)), steps=1)
     assert plain.rounds[0][0] == 4 and more.rounds[0][0] == 6
-    assert sum(plain.rounds[0]) >= 4 and len(more.rounds[0]) <= len(plain.rounds[0])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     oversample=st.sampled_from([1.0, 1.1, 1.5, 2.0, 3.7]),

@@ -5,11 +5,12 @@ from itertools import permutations
 
 import pytest
 
+from megappo.algo.advantages import signal_by_group
 from megappo.algo.dynamic_sampling import decide_sampling
-from megappo.config.algorithm import DynamicSamplingConfig
+from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig, DynamicSamplingConfig
 from megappo.controller.ports import SequenceInfo
-from megappo.controller.rollouts import ScoredRollouts, draw_prompts, rollout_metrics
-from megappo.controller.state import LoopState
+from megappo.controller.rollouts import ScoredRollouts, draw_prompts, rollout_metrics, sequence_inputs
+from megappo.controller.state import DrawIds
 from megappo.observability.metrics import values
 from megappo.rewards.types import Reward
 from tests.controller.test_loop import PROMPTS
@@ -41,8 +42,8 @@ def test_rollouts_without_sequences_have_no_metrics() -> None:
 
 
 def test_two_draws_of_one_row_are_two_groups() -> None:
-    state = LoopState()
-    draws = [*draw_prompts(PROMPTS[:1] * 2, state, num_samples=4), *draw_prompts(PROMPTS[:1], state, num_samples=4)]
+    ids = DrawIds()
+    draws = [*draw_prompts(PROMPTS[:1] * 2, ids, num_samples=4), *draw_prompts(PROMPTS[:1], ids, num_samples=4)]
     assert [draw.group_id for draw in draws] == [0, 1, 2]
     assert [draw.sequence_ids for draw in draws] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
@@ -52,5 +53,7 @@ def test_empty_sequences_do_not_count_and_a_group_of_them_is_filtered() -> None:
     rollouts = scored(*rewards, groups=[0, 0, 1, 1, 1], tokens=[0, 0, 3, 3, 0])
     assert rollouts.scores_by_group() == {0: [], 1: [0.0, 1.0]}
     config = DynamicSamplingConfig(max_rounds=1)
-    decision = decide_sampling(rollouts.scores_by_group(), target=2, rounds=1, config=config)
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="grpo"), sampling=config)
+    groups = signal_by_group(sequence_inputs(rollouts, rollouts.scores), algorithm)
+    decision = decide_sampling(groups, target=2, rounds=1, config=config)
     assert (decision.kept, decision.filtered) == ([1], [0])

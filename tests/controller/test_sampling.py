@@ -91,12 +91,30 @@ def test_stop_ends_the_run_with_the_counts(tmp_path: Path) -> None:
         controller.fit()
 
 
+def one_part_or_the_other(sample: Sample) -> Reward:
+    """1 in all, in the one part or in the other: the totals of a group never differ, its parts often do."""
+    threes = float(sample.response.split()[0] == "3")
+    return Reward(score=1.0, parts={"threes": threes, "others": 1.0 - threes})
+
+
+def test_gdpo_keeps_groups_whose_parts_differ_while_their_totals_are_equal(tmp_path: Path) -> None:
+    algorithm = dynamic(OnExhausted.train_partial, max_rounds=20)
+    algorithm.advantage = AdvantageConfig(name="gdpo", reward_keys=["threes", "others"], weights=[2.0, 1.0])
+    controller, recorder = make_controller(make_config(algorithm, steps=2, batching=BATCHING), tmp_path)
+    controller.parts.reward.function = one_part_or_the_other  # type: ignore[attr-defined]
+    controller.prepare()
+    controller.fit()
+    for step in recorder.steps:
+        assert step["rollout/groups"] == 4 and step["rollout/groups_without_signal"] == 0
+        assert step["rollout/groups_filtered"] > 0, "those whose parts are equal, too"
+
+
 def test_remax_gets_a_greedy_answer_per_prompt_that_is_not_trained_on(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="remax"))
     config = make_config(algorithm, steps=1, batching=replace(BATCHING, samples_per_prompt=1))
     controller, steps = run(config, tmp_path)
     assert steps[0]["rollout/sequences"] == 4
-    assert controller.state.next_sequence_id == 8
+    assert controller.state.position.next_sequence_id == 8
     assert np.isfinite(steps[0]["actor/advantages/mean"])
 
 

@@ -121,3 +121,13 @@ def test_frozen_weights_are_not_counted_as_trained():
     adapters = 2 * 2 * 2 * ((8 + 8) + (8 + 16)) * 10  # 2 FLOPs, 2 layers, rank 2
     attention = whole.per_pair * 50
     assert flops().training(size) == 3 * adapters + 3 * attention + 2 * (whole.forward(size) - attention)
+
+
+def test_utilisation_above_one_is_said_once_a_phase_and_stays_in_the_metrics(caplog: pytest.LogCaptureFixture):
+    actor = replace(MODEL, peak=10.0)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            assert rates(actor, None, log_probs=2.0)["perf/mfu/log_probs"] > 1
+        rates(replace(MODEL, peak=1e9), None, log_probs=2.0, update_actor=8.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("perf/mfu/log_probs is ") and "above 1" in record.getMessage()

@@ -21,6 +21,8 @@ from megappo.config.algorithm import (
     KLConfig,
     KLInLossConfig,
     PolicyLossConfig,
+    RejectConfig,
+    RejectEstimator,
 )
 from megappo.config.algorithm_declarations import LOSS_DECLARATIONS
 from megappo.config.batching import BatchingConfig
@@ -144,3 +146,19 @@ def test_every_optimizer_step_has_the_denominators_of_its_own_mini_batch(
     assert (actor.table - actor.reference).abs().max() > 1e-2
     # fp32 against float64 over six optimizer steps.
     torch.testing.assert_close(actor.table.detach().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_whose_tokens_are_all_rejected_moves_nothing_and_says_so(tmp_path: Path) -> None:
+    algorithm = algorithm_of("ppo_clip", Aggregation.token_mean)
+    # Both engines agree to within rounding, and this keeps only tokens on which they don't.
+    algorithm.correction = CorrectionConfig(reject=[RejectConfig(estimator=RejectEstimator.k1, low=5.0, high=6.0)])
+    batching = BatchingConfig(prompts_per_step=4, samples_per_prompt=3, mini_batch_prompts=2)
+    controller, recorder = make_controller(make_config(algorithm, steps=1, batching=batching), tmp_path, lr=LR)
+    actor = controller.parts.actor
+    assert isinstance(actor, FakeActor)
+    controller.prepare()
+    controller.fit()
+    assert torch.equal(actor.table, actor.reference)
+    (step,) = recorder.steps
+    assert step["schedule/mini_batches_without_tokens"] == 2 and step["actor/loss_token_ratio"] == 0
+    assert "actor/policy_loss" not in step and "perf/tflops_per_device/actor_update" not in step

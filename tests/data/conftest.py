@@ -3,15 +3,10 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megappo.data.tokenizer import character_tokenizer
-
-# A busy machine makes any example slow: time is no property under test.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import megatron.core
 import pytest
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megappo.config.model import Fp8Recipe
 from megappo.models import layer_specs, precision
@@ -40,6 +41,19 @@ TRANSFORMER_ENGINE = {
     ("pytorch/fp8.py", "check_fp8_support"): set(),
     ("pytorch/fp8.py", "check_fp8_block_scaling_support"): set(),
     ("pytorch/fp8.py", "check_mxfp8_support"): set(),
+    ("pytorch/module/linear.py", "Linear"): {
+        "in_features",
+        "out_features",
+        "sequence_parallel",
+        "fuse_wgrad_accumulation",
+        "tp_group",
+        "tp_size",
+        "get_rng_state_tracker",
+        "init_method",
+        "bias",
+        "return_bias",
+        "parallel_mode",
+    },
     ("pytorch/module/rmsnorm.py", "RMSNorm"): {
         "hidden_size",
         "eps",
@@ -144,6 +158,46 @@ def test_our_layer_specs_give_megatron_what_it_takes() -> None:
     assert {"config", "hidden_size", "eps"} <= arguments_of(new)
 
 
+def method_of(definition: ast.ClassDef | ast.FunctionDef, name: str) -> ast.FunctionDef | None:
+    found = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return found[0] if found else None
+
+
+def test_a_layer_beside_which_an_adapter_lies_takes_one_input_and_gives_output_and_bias() -> None:
+    """What `megappo.models.low_rank.AdaptedLinear` calls."""
+    tree = parse(MEGATRON / "extensions/transformer_engine.py")
+    linear = definition_in(tree, "TELinear")
+    forward, start = method_of(linear, "forward"), method_of(linear, "__init__")
+    assert forward is not None and [argument.arg for argument in forward.args.args] == ["self", "x"]
+    given = {ast.unparse(node) for node in ast.walk(forward) if isinstance(node, ast.Return)}
+    # Transformer Engine's own pair where it gives one (`te_return_bias`), else a pair made here.
+    assert given == {"return out", "return (out, None)"}
+    assert start is not None and all(arguments <= known("Linear") for arguments in calls_of(start, "__init__"))
+    for name in ("TEColumnParallelLinear", "TERowParallelLinear"):
+        layer = definition_in(tree, name)
+        assert isinstance(layer, ast.ClassDef) and [ast.unparse(base) for base in layer.bases] == ["TELinear"]
+        assert method_of(layer, "forward") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "layer"), [("transformer/attention.py", "linear_qkv"), ("transformer/mlp.py", "linear_fc1")]
+)
+def test_a_layer_whose_norm_is_outside_is_built_with_arguments_it_takes(file: str, layer: str) -> None:
+    """What `megappo.models.layer_specs` puts in the place of layers with a norm inside."""
+    column = definition_in(parse(MEGATRON / "extensions/transformer_engine.py"), "TEColumnParallelLinear")
+    calls = [
+        {keyword.arg for keyword in node.keywords}
+        for node in ast.walk(parse(MEGATRON / file))
+        if isinstance(node, ast.Call)
+        # Built by a function of the submodule (0.16), or by calling it (0.19).
+        and f"submodules.{layer}" in [ast.unparse(part) for part in (node.func, *node.args[:1])]
+    ]
+    assert calls and all(arguments <= taken_by(column) for arguments in calls)
+    assert {"input_layernorm", "pre_mlp_layernorm"} <= {
+        field.name for field in dataclasses.fields(TransformerLayerSubmodules)
+    }
+
+
 @pytest.mark.parametrize("recipe", Fp8Recipe)
 def test_our_fp8_options_are_fields_of_megatron_with_values_it_knows(recipe: Fp8Recipe) -> None:
     hints = typing.get_type_hints(TransformerConfig)
@@ -176,6 +230,9 @@ def test_the_table_says_what_transformer_engine_says(version: str) -> None:
         taken = taken_by(definition_in(tree, name))
         assert arguments <= taken if arguments else taken == set(), f"{version} {file} {name} takes {taken}"
         assert not DROPPED & taken, f"{version}: {name} has {DROPPED & taken} again"
+    # Under the name by which `megappo.models.lora` finds it, of a layer that is not cut into several parameters.
+    linear = (folder / "pytorch/module/linear.py").read_text(encoding="utf-8")
+    assert 'self.weight_names = ["weight"]' in linear
 
 
 def imported_from_quantization(tree: ast.Module) -> set[str]:

@@ -1,4 +1,4 @@
-"""How a run ends that does not end well: an engine dies, a worker dies, someone presses Ctrl-C.
+"""How a run ends that does not end well: an engine cannot start, a worker dies, someone presses Ctrl-C.
 
 A run that does not end within END_TIMEOUT_S hangs; how fast it ends depends on the load of the machine.
 """
@@ -17,21 +17,6 @@ LONG = ("experiment=quickstart", "trainer.test_freq=-1", "trainer.val_before_tra
 def named(processes: list[psutil.Process], text: str) -> list[psutil.Process]:
     """Running processes whose command line contains a text."""
     return [process for process in processes if text in " ".join(command_line_of(process))]
-
-
-def test_an_engine_that_is_killed_ends_the_run_with_who_where_and_its_last_lines(launch: Launch, sft_run: Run) -> None:
-    run = launch("train", "killed-engine", *LONG)
-    run.wait_for_step(2)
-    processes = run.descendants()
-    schedulers = named(processes, "sglang::scheduler")
-    assert schedulers, [process.cmdline() for process in processes]
-    schedulers[0].kill()
-    assert run.wait(END_TIMEOUT_S) == 1
-    assert "rollout engine 0 (pid" in run.output
-    assert "engine-0.log" in run.output
-    assert "ended after step" in run.output
-    assert run.summary()["exit"].startswith("failed")
-    assert_all_gone(processes)
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", pytest.param("sigterm", marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 """`megappo train` as the quickstart does it: Megatron tensor parallel 2, a real SGLang server, gloo hand-over."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def test_validation_ran_before_during_and_after(grpo_run: Run) -> None:
 
 def test_metrics_have_one_line_per_step(grpo_run: Run) -> None:
     assert [line["step"] for line in grpo_run.metrics()] == list(range(1, STEPS + 1))
+
+
+def test_no_key_of_a_server_is_written(grpo_run: Run) -> None:
+    folder = grpo_run.directory
+    written = [folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
+    written += [path for part in ("logs", "rollouts") for path in (folder / part).iterdir()]
+    texts = {path.name: path.read_text(errors="replace") for path in written} | {"output": grpo_run.output}
+    assert "engine-0.log" in texts
+    # secrets.token_hex(16); ids of Ray's processes end with zeros
+    keys = re.compile(r"(?<![0-9a-f])[0-9a-f]{26}(?!000000)[0-9a-f]{6}(?![0-9a-f])")
+    assert {name: keys.findall(text) for name, text in texts.items() if keys.search(text)} == {}
 
 
 def test_the_run_directory_is_complete(grpo_run: Run) -> None:

@@ -34,4 +34,6 @@ def test_a_preset_trains_twenty_steps(preset: str, launch: Launch, sft_run: Run)
     assert len(lines) == 20
     broken = {name for line in lines for name, value in line.items() if not math.isfinite(float(value))}
     assert not broken
-    assert max(line["actor/skipped_steps"] for line in lines) == 0
+    # A step whose groups carry no signal (dynamic sampling after so short a start) updates nothing; some must.
+    updates = [line for line in lines if "actor/skipped_steps" in line]
+    assert updates and max(line["actor/skipped_steps"] for line in updates) == 0

@@ -6,6 +6,7 @@ data-parallel ranks one after the other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -42,56 +43,93 @@ def as_ref(value: Any) -> Any:
 
 
 @dataclass
+class FakeAnswer:
+    """One response so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Version that sampled each token."""
+    finish_reason: str | None = None
+
+    def advance(self, last: int, table: torch.Tensor, version: int, sampling: SamplingConfig, random: Any) -> None:
+        """Sample one more token; `last` is the one before it."""
+        row = torch.log_softmax(table[last] / (sampling.temperature or 1.0), dim=-1).double().numpy()
+        greedy = sampling.temperature == 0
+        token = int(row.argmax()) if greedy else int(random.choice(len(row), p=np.exp(row) / np.exp(row).sum()))
+        self.tokens.append(token)
+        self.log_probs.append(float(row[token]))
+        self.versions.append(version)
+        if token == EOS:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= sampling.max_new_tokens:
+            self.finish_reason = "length"
+
+
+@dataclass
 class FakeRollout:
-    """Samples from its own copy of the table; the copy moves when weights are pushed."""
+    """Samples from its own copy of the table, all sequences one token at a time; the copy moves when weights are
+    pushed. What is aborted stays in `begun` and goes on from there."""
 
     table: torch.Tensor
     version: int = -1
     calls: list[str] = field(default_factory=list)
-    stored: dict[int, tuple[int, list[int], list[int], list[float]]] = field(default_factory=dict)
+    stored: dict[int, tuple[Draw, FakeAnswer]] = field(default_factory=dict)
+    """Complete sequences, by id."""
+    begun: dict[int, FakeAnswer] = field(default_factory=dict)
+    """Sequences of aborted groups, by id."""
+    generating: bool = False
 
-    def generate(self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int) -> Iterator[FinishedGroup]:
+    def generate(
+        self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int, wanted: int | None = None
+    ) -> Iterator[FinishedGroup]:
         assert self.version >= 0, "generate before the first weight push"
+        assert not self.generating, "two calls of generate at a time"
+        assert wanted is None or wanted <= len(draws)
         self.calls.append("generate")
-        for draw in reversed(draws):  # engines finish in any order
-            yield self._group(draw, sampling, np.random.default_rng((seed, draw.group_id)))
+        self.generating = True
+        randoms = {draw.group_id: np.random.default_rng((seed, draw.group_id)) for draw in draws}
+        answers = {number: self.begun.pop(number, FakeAnswer()) for draw in draws for number in draw.sequence_ids}
+        under_way, complete = list(reversed(draws)), 0  # engines finish in any order
+        while under_way and (wanted is None or complete < wanted):
+            for draw in under_way:
+                self._advance(draw, answers, sampling, randoms[draw.group_id])
+            done = [draw for draw in under_way if all(answers[number].finish_reason for number in draw.sequence_ids)]
+            under_way = [draw for draw in under_way if draw not in done]
+            complete += len(done)
+            for draw in done:
+                yield self._finish(draw, answers)
+        self.begun |= {number: answers[number] for draw in under_way for number in draw.sequence_ids}
+        self.generating = False
 
-    def _group(self, draw: Draw, sampling: SamplingConfig, random: np.random.Generator) -> FinishedGroup:
+    def _advance(self, draw: Draw, answers: dict[int, FakeAnswer], sampling: SamplingConfig, random: Any) -> None:
+        sampling = replace(sampling, temperature=0.0) if draw.greedy else sampling
+        for answer in (answers[number] for number in draw.sequence_ids):
+            if answer.finish_reason is None:
+                last = [*draw.prompt.tokens, *answer.tokens][-1]
+                answer.advance(last, self.table, self.version, sampling, random)
+
+    def _finish(self, draw: Draw, answers: dict[int, FakeAnswer]) -> FinishedGroup:
         infos, samples = [], []
         for sequence_id in draw.sequence_ids:
-            sampled = replace(sampling, temperature=0.0) if draw.greedy else sampling
-            tokens, log_probs = self._sample(draw.prompt.tokens[-1], sampled, random)
-            self.stored[sequence_id] = (draw.group_id, draw.prompt.tokens, tokens, log_probs)
-            reason = "stop" if tokens[-1] == EOS else "length"
+            answer = answers[sequence_id]
+            reason = answer.finish_reason
+            assert reason is not None
+            self.stored[sequence_id] = (draw, answer)
             infos.append(
                 SequenceInfo(
                     sequence_id=sequence_id,
                     group_id=draw.group_id,
                     prompt_tokens=len(draw.prompt.tokens),
-                    response_tokens=len(tokens),
+                    response_tokens=len(answer.tokens),
                     finish_reason=reason,
-                    policy_version=self.version,
+                    policy_version=min(answer.versions),
                     row=draw.prompt.row,
                 )
             )
-            text = " ".join(map(str, tokens))
+            text = " ".join(map(str, answer.tokens))
             samples.append(Sample(prompt=draw.prompt.text, response=text, answer=None, finish_reason=reason))
         return FinishedGroup(sequences=infos, samples=as_ref(samples))
-
-    def _sample(
-        self, last: int, sampling: SamplingConfig, random: np.random.Generator
-    ) -> tuple[list[int], list[float]]:
-        tokens: list[int] = []
-        log_probs: list[float] = []
-        while len(tokens) < sampling.max_new_tokens:
-            row = torch.log_softmax(self.table[last] / (sampling.temperature or 1.0), dim=-1).double().numpy()
-            greedy = sampling.temperature == 0
-            last = int(row.argmax()) if greedy else int(random.choice(len(row), p=np.exp(row) / np.exp(row).sum()))
-            tokens.append(last)
-            log_probs.append(float(row[last]))
-            if last == EOS:
-                break
-        return tokens, log_probs
 
     def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
         self.calls.append("pack")
@@ -104,21 +142,28 @@ class FakeRollout:
         return packed
 
     def _pack(self, sequence_ids: Sequence[int]) -> RolloutBatch:
-        group_id, prompt, response, log_probs = self.stored[sequence_ids[0]]
+        draw, answer = self.stored[sequence_ids[0]]
+        prompt, response = draw.prompt.tokens, answer.tokens
         return RolloutBatch(
             offsets=offsets_of([len(prompt) + len(response)]),
             tokens=np.array([*prompt, *response], dtype=np.int32),
             response_mask=np.array([False] * len(prompt) + [True] * len(response)),
-            rollout_log_probs=np.array([0.0] * len(prompt) + log_probs, dtype=np.float32),
+            rollout_log_probs=np.array([0.0] * len(prompt) + answer.log_probs, dtype=np.float32),
             sequence_ids=np.array(sequence_ids, dtype=np.int64),
-            group_ids=np.array([group_id], dtype=np.int64),
+            group_ids=np.array([draw.group_id], dtype=np.int64),
         )
+
+    def take_metrics(self) -> Metrics:
+        return {}
 
     def sleep(self) -> None:
         self.calls.append("sleep")
 
-    def wake(self) -> None:
-        self.calls.append("wake")
+    def wake_weights(self) -> None:
+        self.calls.append("wake_weights")
+
+    def wake_cache(self) -> None:
+        self.calls.append("wake_cache")
 
 
 @dataclass
@@ -172,6 +217,7 @@ class FakeTrainer:
         self.algorithm = algorithm
         self.lr = lr
         self.updates = 0
+        self.is_first_step = True
         self.phases: list[str] = []
         """Passes, updates and offloads, in order."""
         self.saved: list[str] = []
@@ -185,8 +231,9 @@ class FakeTrainer:
         self.phases.append("update")
         batches = [concat(cast(list[Experience], self.mine(experience, rank))) for rank in range(self.layout.data)]
         metrics: list[Metrics] = []
-        for _ in range(requests[0].epochs):
+        for epoch in range(requests[0].epochs):
             for index in range(len(requests[0].mini_batches)):
+                self.is_first_step = epoch == index == 0
                 self.table.grad = None
                 for batch, request in zip(batches, requests):
                     metrics += self._accumulate(batch, request, request.mini_batches[index])
@@ -263,6 +310,10 @@ class FakeActor(FakeTrainer):
         ]
         return [as_ref(experience) for experience, _ in results], [totals for _, totals in results]
 
+    def read_sequences(self, experience: Sequence[Ref[Experience]], sequence_ids: Sequence[int]) -> Experience:
+        whole = concat(cast(list[Experience], experience))
+        return select(whole, np.flatnonzero(np.isin(whole.sequence_ids, list(sequence_ids))))
+
     def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:
         return [compute_selection_moments(loss_tokens_of(part)) for part in cast(list[Experience], experience)]
 
@@ -288,6 +339,7 @@ class FakeActor(FakeTrainer):
             ref_log_probs=as_tensor(part.ref_log_probs),
             rollout_log_probs=as_tensor(part.rollout_log_probs),
             correction_weights=as_tensor(part.correction_weights),
+            is_first_step=self.is_first_step,
         )
         output = compute_policy_loss(self.log_probs_of(part, self.table), batch, self.algorithm)
         return output.loss, output.metrics
@@ -329,7 +381,11 @@ class FakeWeightSync:
     actor: FakeActor
     rollout: FakeRollout
 
+    def training(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def push(self, version: int) -> Metrics:
+        assert not self.rollout.generating, "a hand-over while engines sample"
         self.rollout.calls.append("push")
         self.actor.phases.append("push")
         self.rollout.table = self.actor.table.detach().clone()

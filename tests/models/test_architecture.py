@@ -179,7 +179,7 @@ def test_a_vocabulary_is_padded_to_a_multiple_of_the_tensor_ranks(tmp_path: Path
 
 def test_all_missing_keys_are_named(tmp_path: Path) -> None:
     config = {key: value for key, value in QWEN.items() if key not in ("hidden_size", "vocab_size")}
-    with pytest.raises(CheckpointError, match=r"config\.json lacks hidden_size, vocab_size"):
+    with pytest.raises(CheckpointError, match=r"config\.json: lacks hidden_size, vocab_size"):
         read(tmp_path, config)
 
 

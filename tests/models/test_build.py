@@ -14,7 +14,7 @@ from megappo.device.backend import CPU, CUDA
 from megappo.errors import CapabilityError
 from megappo.models.architecture import ExpertArchitecture, ModelArchitecture
 from megappo.models.build import Head, build_model, transformer_config
-from megappo.models.layer_specs import block_spec, resolve_layer_spec
+from megappo.models.layer_specs import block_spec, describe_layers, resolve_layer_spec
 from megappo.models.rope import Rope
 from tests.dist_world import DistWorld
 from tests.models.conftest import MakeModel
@@ -152,6 +152,8 @@ def test_transformer_engine_is_refused_on_cpu_with_the_reason() -> None:
     with pytest.raises(CapabilityError, match=r"has CUDA kernels only.*use model\.layer_spec=local"):
         resolve_layer_spec(LayerSpec.transformer_engine, CPU)
     assert resolve_layer_spec(LayerSpec.auto, CPU) is LayerSpec.local
+    said = describe_layers(LayerSpec.auto, CPU)
+    assert said == "local layers; Transformer Engine has CUDA kernels only; Apex is not installed"
     assert resolve_layer_spec(LayerSpec.local, CUDA) is LayerSpec.local
 
 

@@ -81,12 +81,13 @@ def test_fresh_adapters_change_nothing_and_alone_want_gradients(
     world: DistWorld, make_model: MakeModel, layout: ParallelismConfig
 ) -> None:
     folder = make_model("qwen3")
-    for found in world.run(fresh_adapters, parallelism=layout, folder=str(folder), layout=layout):
+    results = world.run(fresh_adapters, parallelism=layout, folder=str(folder), layout=layout)
+    for found in results:
         assert found["same output"]
         assert len(found["factors"]) == found["trained"] == 4 * 7 * 2
-        saved = load_file(folder / "model.safetensors")
-        assert found["export"].keys() == saved.keys()
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in found["export"].items())
+    saved, exported = load_file(folder / "model.safetensors"), results[0]["export"]
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
 
 
 def test_every_layout_starts_from_the_same_adapters(world: DistWorld, make_model: MakeModel) -> None:

@@ -43,6 +43,11 @@ def test_numbers_that_are_absent_are_left_out() -> None:
     assert describe_split({}) == ""
 
 
+def test_generation_beside_training_is_no_part_of_the_step() -> None:
+    beside = STEP | {"timing/wait_for_rollouts_s": 0.3}
+    assert describe_split(beside) == "1.25 s = wait 0.30 + log-probs 0.10 + update 0.41 + hand-over 0.02"
+
+
 def test_utilisation_is_shown_where_it_is_known() -> None:
     assert describe_step({"perf/tokens_per_s": 2000.0, "perf/mfu/actor_update": 0.413}) == "tokens/s 2,000  MFU 41%"
 

@@ -94,6 +94,11 @@ def test_flops_are_those_of_the_matmuls_that_torch_runs(name: str):
     assert counted(model, backward=True) == flops.forward(size) + flops.backward(size)
 
 
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_model_of_no_experts_is_dense_whatever_else_is_said_of_them(count: str):
+    assert model_flops(SIZES | EXPERTS | {count: 0}) == model_flops(SIZES)
+
+
 def test_flops_of_a_dense_model_by_hand():
     flops = model_flops(SIZES)
     projections = 24 * 24 + 2 * (24 * 12) + 24 * 24  # queries, keys and values of half as many heads, output

@@ -30,3 +30,18 @@ def test_a_phase_that_raises_counts(clock: list[float]) -> None:
         clock[0] += 2.0
         raise ValueError("stop")
     assert timer.seconds("generate") == 2.0
+
+
+def test_what_is_called_before_a_phase_can_end_it_before_it_begins(clock: list[float]) -> None:
+    begun: list[int] = []
+
+    def check() -> None:
+        if len(begun) == 1:
+            raise ValueError("failed meanwhile")
+
+    timer = PhaseTimer(check)
+    with timer.phase("log_probs"):
+        begun.append(1)
+    with pytest.raises(ValueError, match="failed meanwhile"), timer.phase("update_actor"):
+        begun.append(2)
+    assert begun == [1] and "timing/update_actor_s" not in timer.metrics()

@@ -1,11 +1,10 @@
 """Tiny models, engines of every registered kind (started once) and a trainer process for hand-overs."""
 
 import asyncio
-import dataclasses
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,21 +12,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 from megappo.config.cluster import DeviceKind
 from megappo.config.model import ModelConfig
-from megappo.config.rollout import RolloutConfig, SamplingConfig, SGLangConfig
+from megappo.config.rollout import PauseMode, RolloutConfig, SGLangConfig
+from megappo.data.tokenizer import character_tokenizer
 from megappo.rollout import ENGINES
-from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, RolloutEngine, WeightGroup
-from megappo.weight_sync.push import StageSource, push_weights
-from tests.rollout.trainer_process import Trainer, free_port, plan_stages
-
-T = TypeVar("T")
-Run = Callable[[Coroutine[Any, Any, T]], T]
+from megappo.rollout.engine import EngineSpec
+from tests.rollout.subject import Run, Subject
+from tests.rollout.trainer_process import Trainer
 
 END_TOKENS = [1, 2]
 VOCABULARY = 64
 
 
 def make_model(folder: Path, seed: int, **changes: Any) -> Path:
-    """Save a random Qwen2 with grouped attention, biases, two end tokens and misleading generation settings."""
+    """Save a random Qwen2 with grouped attention, biases, two end tokens, misleading generation settings and a
+    tokenizer of one character per token."""
     options = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -50,6 +48,7 @@ def make_model(folder: Path, seed: int, **changes: Any) -> Path:
     model.save_pretrained(folder)
     settings = {"do_sample": True, "temperature": 0.1, "top_k": 1, "eos_token_id": END_TOKENS}
     (folder / "generation_config.json").write_text(json.dumps(settings))
+    character_tokenizer(map(chr, range(65, 125))).save_pretrained(folder)  # 63 tokens
     return folder
 
 
@@ -85,7 +84,9 @@ def run() -> Iterator[Run[Any]]:
     loop.close()
 
 
-def engine_spec(folder: Path, log_path: Path, *, weight_timeout_s: float = 30.0, **sglang: Any) -> EngineSpec:
+def engine_spec(
+    folder: Path, log_path: Path, *, weight_timeout_s: float = 30.0, pause: PauseMode | None = None, **sglang: Any
+) -> EngineSpec:
     """Return a specification for the CPU with short deadlines."""
     config = RolloutConfig(
         sglang=SGLangConfig(mem_fraction_static=0.1, **sglang), start_timeout_s=150.0, request_timeout_s=60.0
@@ -98,40 +99,8 @@ def engine_spec(folder: Path, log_path: Path, *, weight_timeout_s: float = 30.0,
         seed=0,
         log_path=log_path,
         weight_timeout_s=weight_timeout_s,
+        pause=pause,
     )
-
-
-@dataclasses.dataclass(kw_only=True)
-class Subject:
-    """One engine under test, and the hand-overs that it takes part in."""
-
-    engine: RolloutEngine
-    run: Run[Any]
-    trainer: Trainer
-    groups: list[str]
-    version: int = 0
-
-    def generate(
-        self, requests: list[GenerateRequest], sampling: SamplingConfig, *, seed: int = 0
-    ) -> list[GroupOutput]:
-        """Return all groups, by group id."""
-
-        async def collect() -> list[GroupOutput]:
-            return [output async for output in self.engine.generate(requests, sampling, seed=seed)]
-
-        return sorted(self.run(collect()), key=lambda output: output.group_id)
-
-    def hand_over(self, folder: Path, *, stages: list[StageSource] | None = None) -> int:
-        """Give the engine the weights of a folder under the next version; returns that."""
-        stages = stages or plan_stages(folder, self.groups)
-        self.version += 1
-        self.trainer.start("send", folder=folder, stages=stages)
-        try:
-            self.run(push_weights([self.engine], stages, self.version, timeout_s=30.0))
-        finally:
-            sent = self.trainer.finish()
-        assert sent == sum(bucket.num_bytes for stage in stages for bucket in stage.buckets)
-        return self.version
 
 
 @pytest.fixture(scope="session")
@@ -162,16 +131,13 @@ def subject(
     kind = request.param
     if kind not in _subjects:
         spec = engine_spec(folders[0], tmp_path_factory.mktemp("logs") / f"{kind}.log")
+        spec.config.validation.stop = ["never there"]  # SGLang has a tokenizer only for stop strings
         engine = ENGINES.get(kind)(spec)
         run(engine.start())
-        groups = [f"{kind}-stage-{stage}" for stage in range(2)]
-        for group in groups:
-            port = free_port()
-            trainer.start("join", transport="broadcast", group=group, port=port, world_size=2)
-            member = WeightGroup(
-                name=group, address="127.0.0.1", port=port, world_size=2, rank_offset=1, backend="gloo"
-            )
-            run(engine.join_weight_group(member))
-            trainer.finish()
-        _subjects[kind] = Subject(engine=engine, run=run, trainer=trainer, groups=groups)
+        subject = Subject(
+            engine=engine, run=run, trainer=trainer, folder=tmp_path_factory.mktemp(kind), source=folders[0]
+        )
+        for source in range(2):
+            subject.join(f"{kind}-source-{source}")
+        _subjects[kind] = subject
     return _subjects[kind]

@@ -12,10 +12,8 @@ from transformers import PreTrainedModel
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import EngineError
 from megappo.rollout.engine import FinishReason, GenerateRequest, GroupOutput
-from megappo.weight_sync.push import StageSource, push_weights
-from megappo.weights.buckets import BucketMeta
-from tests.rollout.conftest import END_TOKENS, Subject
-from tests.rollout.trainer_process import plan_stages
+from tests.rollout.conftest import END_TOKENS
+from tests.rollout.subject import Subject
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21], [33, 34, 35, 36], [40]]
 Models = tuple[PreTrainedModel, PreTrainedModel]
@@ -123,79 +121,7 @@ def test_a_prompt_that_the_model_cannot_read_is_refused(
     assert largest_difference(models[0], subject.generate(ask(1), SamplingConfig(max_new_tokens=4))) < 1e-4
 
 
-def test_hand_overs_over_two_groups_change_outputs_and_their_version(
-    subject: Subject, folders: Folders, models: Models
-) -> None:
-    sampling = SamplingConfig(max_new_tokens=8)
-    assert {output.policy_version for output in subject.generate(ask(2), sampling)} == {subject.version}
-    for folder, model in ((folders[1], models[1]), (folders[0], models[0])):
-        version = subject.hand_over(folder)
-        outputs = subject.generate(ask(4), sampling)
-        assert {output.policy_version for output in outputs} == {version}
-        assert subject.run(subject.engine.weight_version()) == version
-        assert largest_difference(model, outputs) < 1e-4
-
-
-def test_nothing_is_generated_between_begin_and_end(subject: Subject, folders: Folders, models: Models) -> None:
-    subject.run(subject.engine.begin_weights())
-    with pytest.raises(EngineError, match="a weight hand-over has begun and not ended well"):
-        subject.generate(ask(1), SamplingConfig(max_new_tokens=2))
-    subject.run(subject.engine.health())
-    subject.hand_over(folders[1])
-    assert largest_difference(models[1], subject.generate(ask(1), SamplingConfig(max_new_tokens=4))) < 1e-4
-
-
-def test_a_hand_over_with_wrong_names_fails_and_only_a_good_one_helps(
-    subject: Subject, folders: Folders, models: Models
-) -> None:
-    stages = plan_stages(folders[1], subject.groups)
-    dropped = stages[1].buckets[-1]
-    unknown = BucketMeta(names=["model.no_such.weight"], shapes=[[2, 3]], dtype="float32", num_bytes=24)
-    wrong = [stages[0], StageSource(group=stages[1].group, buckets=[*stages[1].buckets[:-1], unknown])]
-    with pytest.raises(EngineError, match=r"end.*no_such") as failure:
-        subject.hand_over(folders[1], stages=wrong)
-    assert dropped.names[0] in str(failure.value)
-    with pytest.raises(EngineError, match="refused"):
-        subject.generate(ask(1), SamplingConfig(max_new_tokens=2))
-    version = subject.hand_over(folders[1])
-    outputs = subject.generate(ask(2), SamplingConfig(max_new_tokens=8))
-    assert {output.policy_version for output in outputs} == {version}
-    assert largest_difference(models[1], outputs) < 1e-4
-
-
-def test_a_tensor_of_another_shape_is_refused_when_it_comes(subject: Subject, folders: Folders, models: Models) -> None:
-    group = subject.groups[0]
-    wrong = BucketMeta(names=["model.norm.weight"], shapes=[[3, 5]], dtype="float32", num_bytes=60)
-    with pytest.raises(EngineError, match=rf"stage {group}: bucket 1 of 1 \(from model.norm.weight\): load: engine 0"):
-        subject.hand_over(folders[1], stages=[StageSource(group=group, buckets=[wrong])])
-    with pytest.raises(EngineError, match="refused"):
-        subject.generate(ask(1), SamplingConfig(max_new_tokens=2))
-    subject.hand_over(folders[1])
-    assert largest_difference(models[1], subject.generate(ask(1), SamplingConfig(max_new_tokens=4))) < 1e-4
-
-
-def test_generation_under_way_waits_for_a_hand_over_and_goes_on(subject: Subject, folders: Folders) -> None:
-    stages = plan_stages(folders[1], subject.groups)
-    sampling = SamplingConfig(max_new_tokens=90)
-    before = subject.version
-
-    async def both() -> list[GroupOutput]:
-        stream = subject.engine.generate(ask(16), sampling, seed=0)
-        outputs = [await anext(stream)]
-        await push_weights([subject.engine], stages, before + 1, timeout_s=30.0)
-        outputs.extend([output async for output in stream])
-        return outputs
-
-    subject.trainer.start("send", folder=folders[1], stages=stages)
-    outputs = subject.run(both())
-    subject.trainer.finish()
-    subject.version += 1
-    assert sorted(output.group_id for output in outputs) == [10, 11, 12, 13]
-    assert {output.policy_version for output in outputs} <= {before, before + 1}
-    assert outputs[0].policy_version == before
-
-
 def test_sleep_and_wake_change_nothing_on_a_cpu(subject: Subject, models: Models) -> None:
     subject.run(subject.engine.sleep())
-    subject.run(subject.engine.wake())
+    subject.run(subject.engine.wake_weights())
     assert largest_difference(models[0], subject.generate(ask(1), SamplingConfig(max_new_tokens=4))) < 1e-4

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import CapabilityError, EngineError
 from megappo.rollout.engine import EngineSpec, GenerateRequest, WeightGroup
 from megappo.rollout.hf_engine import HFEngine
-from megappo.weight_sync.push import StageSource
-from tests.rollout.conftest import Run, Subject, engine_spec, greedy_tokens, make_model
-from tests.rollout.trainer_process import Trainer, free_port, plan_stages
+from tests.rollout.conftest import engine_spec, greedy_tokens, make_model
+from tests.rollout.subject import Run, Subject
+from tests.rollout.trainer_process import Trainer, plan_sources
 
 REQUEST = GenerateRequest(group_id=0, prompt_tokens=[5, 6, 7], num_samples=8)
 
 
 @pytest.fixture
-def spec(folders: tuple[Path, Path], tmp_path: Path) -> EngineSpec:
-    return engine_spec(folders[0], tmp_path / "unused.log")
+def spec(tmp_path: Path) -> EngineSpec:
+    model = make_model(tmp_path / "model", seed=0, max_position_embeddings=200_000)
+    return engine_spec(model, tmp_path / "unused.log")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_batch_past_its_deadline_is_an_error_and_gives_the_model_free(
 
 
 def test_stop_ends_a_batch_under_way(engine: HFEngine, run: Run[Any]) -> None:
-    engine._end_tokens = torch.zeros(0, dtype=torch.long)  # nothing ends a sample before its length
+    engine._end_tokens = []  # nothing ends a sample before its length
 
     async def stop_while_generating() -> None:
         generating = asyncio.create_task(generate(engine, 100_000))
@@ -98,24 +98,17 @@ def test_a_tied_head_is_loaded_with_the_embedding_and_may_be_sent_too(
     second = make_model(tmp_path / "second", seed=6, tie_word_embeddings=True)
     engine = HFEngine(engine_spec(first, tmp_path / "unused.log"))
     run(engine.start())
-    port = free_port()
-    trainer.start("join", transport="broadcast", group="tied", port=port, world_size=2)
-    run(
-        engine.join_weight_group(
-            WeightGroup(name="tied", address="127.0.0.1", port=port, world_size=2, rank_offset=1, backend="gloo")
-        )
-    )
-    trainer.finish()
-    subject = Subject(engine=engine, run=run, trainer=trainer, groups=["tied"])
-    stage = plan_stages(second, ["tied"], bucket_bytes=1)[0]  # one tensor each
-    embedding = next(bucket for bucket in stage.buckets if bucket.names == ["model.embed_tokens.weight"])
+    subject = Subject(engine=engine, run=run, trainer=trainer, folder=tmp_path, source=first)
+    subject.join("tied")
+    buckets = plan_sources(second, ["tied"], bucket_bytes=1)["tied"]  # one tensor each
+    embedding = next(bucket for bucket in buckets if bucket.names == ["model.embed_tokens.weight"])
     head = dataclasses.replace(embedding, names=["lm_head.weight"])
     expected = greedy_tokens(second, REQUEST.prompt_tokens, 6)
-    for buckets in (stage.buckets, [head, *stage.buckets]):
-        subject.hand_over(second, stages=[StageSource(group="tied", buckets=buckets)])
+    for sent in (buckets, [head, *buckets]):
+        subject.hand_over(second, sources={"tied": sent})
         output = subject.generate([REQUEST], SamplingConfig(temperature=0.0, max_new_tokens=6))[0]
         assert output.responses[0].tokens == expected
     with pytest.raises(EngineError, match=r"1 missing parameters \(model.embed_tokens.weight\)"):
-        without = [bucket for bucket in stage.buckets if bucket is not embedding]
-        subject.hand_over(second, stages=[StageSource(group="tied", buckets=[head, *without])])
+        without = [bucket for bucket in buckets if bucket is not embedding]
+        subject.hand_over(second, sources={"tied": [head, *without]})
     run(engine.stop())

@@ -11,10 +11,11 @@ import pytest
 
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import EngineError
-from megappo.rollout.engine import GenerateRequest, WeightGroup
+from megappo.rollout.engine import GenerateRequest
 from megappo.rollout.sglang_engine import SGLangEngine
-from tests.rollout.conftest import Run, Subject, engine_spec, greedy_tokens, make_model
-from tests.rollout.trainer_process import Trainer, free_port
+from tests.rollout.conftest import engine_spec, greedy_tokens, make_model
+from tests.rollout.subject import Run, Subject
+from tests.rollout.trainer_process import Trainer
 
 
 def own_processes() -> set[psutil.Process]:
@@ -67,19 +68,16 @@ def test_an_option_that_sglang_does_not_know_ends_the_start_with_its_message(
 def test_two_ranks_of_a_tied_model_take_a_hand_over_and_answer_nobody_without_the_key(
     tmp_path: Path, trainer: Trainer, run: Run[Any]
 ) -> None:
-    first = make_model(tmp_path / "first", seed=5, tie_word_embeddings=True)
-    second = make_model(tmp_path / "second", seed=6, tie_word_embeddings=True)
+    first = make_model(tmp_path / "first", seed=5, tie_word_embeddings=True, intermediate_size=128)
+    second = make_model(tmp_path / "second", seed=6, tie_word_embeddings=True, intermediate_size=128)
     spec = engine_spec(first, tmp_path / "server.log")
     spec.config.tensor = 2
     engine = SGLangEngine(spec)
     run(engine.start())
     try:
-        port = free_port()
-        trainer.start("join", transport="broadcast", group="two", port=port, world_size=3)
-        group = WeightGroup(name="two", address="127.0.0.1", port=port, world_size=3, rank_offset=1, backend="gloo")
-        run(engine.join_weight_group(group))
-        trainer.finish()
-        subject = Subject(engine=engine, run=run, trainer=trainer, groups=["two"])
+        subject = Subject(engine=engine, run=run, trainer=trainer, folder=tmp_path, source=first, ranks=2)
+        subject.join("two")
+        assert len(run(engine.held_tensors())) == 2 * 16
         subject.hand_over(second)
         request = GenerateRequest(group_id=0, prompt_tokens=[5, 6, 7], num_samples=1)
         sampling = SamplingConfig(temperature=0.0, max_new_tokens=6)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from megappo.rollout.sglang_command import HOST_PROGRAM, ServerCommand
+from megappo.rollout.sglang_host import Door
 from megappo.rollout.sglang_server import SGLangServer, reserve_port
 
 STUBBORN = """
@@ -83,9 +84,9 @@ def test_the_temporary_folder_of_a_server_is_its_own_and_goes_with_it(server: SG
 
 
 def test_a_reserved_port_is_given_to_nobody_and_can_be_listened_on() -> None:
-    holder = reserve_port()
+    holder = reserve_port("127.0.0.1")
     port = holder.getsockname()[1]
-    others = [reserve_port() for _ in range(500)]
+    others = [reserve_port("127.0.0.1") for _ in range(500)]
     assert port not in {other.getsockname()[1] for other in others}
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(("127.0.0.1", port))
@@ -98,11 +99,62 @@ def test_a_reserved_port_is_given_to_nobody_and_can_be_listened_on() -> None:
         other.close()
 
 
+def test_a_server_listens_at_the_address_it_is_given(tmp_path: Path) -> None:
+    server = SGLangServer(name="engine", log_path=tmp_path / "log", address="127.0.0.2")
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.2", server.door.http))
+    assert server.url == f"http://127.0.0.2:{server.door.http}"
+    server.release_ports()
+
+
+def test_each_start_adds_to_the_same_log_under_a_key_of_its_own(tmp_path: Path) -> None:
+    keys = set()
+    for number in range(2):
+        server = SGLangServer(name="engine", log_path=tmp_path / "log")
+        server.launch(program(tmp_path, f"print('start', {number})"))
+        wait_for(lambda server=server: server.exit_code() is not None)
+        asyncio.run(server.stop())
+        keys.add(server.api_key)
+    assert server.log_tail().splitlines() == ["start 0", "start 1"]
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ({"type": "http", "headers": [(b"authorization", b"Bearer secret")]}, ["served"]),
+        ({"type": "http", "headers": [(b"authorization", b"Bearer wrong")]}, [401, b""]),
+        ({"type": "http", "headers": [(b"authorization", b"secret")]}, [401, b""]),
+        ({"type": "http", "method": "OPTIONS", "path": "/health", "headers": []}, [401, b""]),
+        ({"type": "websocket", "headers": []}, [1008]),
+        ({"type": "websocket", "headers": [(b"authorization", b"Bearer secret")]}, ["served"]),
+        ({"type": "lifespan"}, ["served"]),
+    ],
+)
+def test_the_door_answers_nothing_without_the_key(scope: dict[str, object], expected: list[object]) -> None:
+    answers: list[object] = []
+
+    async def served(_scope: object, _receive: object, _send: object) -> None:
+        answers.append("served")
+
+    async def send(message: dict[str, object]) -> None:
+        answers.append(message.get("status", message.get("code", message.get("body"))))
+
+    asyncio.run(Door(served, key="secret")(scope, None, send))
+    assert answers == expected
+
+
 def test_the_host_program_takes_its_key_from_the_pipe_and_its_group_dies_when_the_pipe_closes(tmp_path: Path) -> None:
     package = tmp_path / "sglang"
     for module, text in {
         "__init__": "",
         "srt/__init__": "",
+        "srt/entrypoints/__init__": "",
+        "srt/entrypoints/http_server": """
+            class app:
+                @staticmethod
+                def add_middleware(middleware, key): print(middleware.__name__, key, end=" ")
+        """,
         "srt/plugins": "def load_plugins(): pass",
         "srt/server_args": "def prepare_server_args(argv): return argv",
         "launch_server": """
@@ -127,7 +179,8 @@ def test_the_host_program_takes_its_key_from_the_pipe_and_its_group_dies_when_th
     assert process.stdout is not None
     process.stdin.write(b"secret\n")
     process.stdin.flush()
-    *arguments, child, input_is_empty = process.stdout.readline().decode().split()
+    door, key, *arguments, child, input_is_empty = process.stdout.readline().decode().split()
+    assert (door, key) == ("Door", "secret")
     assert " ".join(arguments) == "['--port', '5', '--api-key', 'secret']"
     assert input_is_empty == "True"
     assert "secret" not in " ".join(psutil.Process(process.pid).cmdline())

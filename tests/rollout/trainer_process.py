@@ -1,7 +1,8 @@
-"""A trainer in a process of its own: the sending end of real hand-overs, for the contract test of engines."""
+"""A trainer in a process of its own: the sending end of real hand-overs, for the contract tests of engines."""
 
 import multiprocessing
 import socket
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megappo.device.backend import CPU
 from megappo.weight_sync import TRANSPORTS
-from megappo.weight_sync.push import StageSource
+from megappo.weight_sync.source import WeightSource
 from megappo.weight_sync.transport import Bucket, SenderSpec, WeightSender
 from megappo.weights.buckets import BucketMeta, TensorMeta, plan_buckets, torch_dtype
+from megappo.weights.checksums import HeldTensor
 
 ANSWER_S = 60.0
 
+Sources = dict[str, list[BucketMeta]]
+"""What each sender sends, by its name."""
+
 
 class Trainer:
-    """The process, seen from the test. One call at a time; `start_` calls are answered by `finish`."""
+    """The process, seen from the test. One call at a time; `start` calls are answered by `finish`."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -40,59 +44,77 @@ class Trainer:
             raise RuntimeError(error)
         return answer
 
+    def ask(self, call: str, **arguments: Any) -> Any:
+        """Make a call and return its answer."""
+        self.start(call, **arguments)
+        return self.finish()
+
     def stop(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.join()
 
 
+class _TrainerSide:
+    """What the process does."""
+
+    def __init__(self) -> None:
+        self.senders: dict[str, WeightSender] = {}
+
+    def open(self, transport: str, spec: SenderSpec) -> None:
+        self.senders[spec.name] = TRANSPORTS.get(transport).sender(spec)
+        self.senders[spec.name].open()
+
+    def close(self, name: str) -> None:
+        self.senders.pop(name).close()
+
+    def send(self, folder: Path, sources: Sources, wanted: Sequence[HeldTensor]) -> dict[str, str]:
+        """Send the tensors of a folder; returns the checksums of the wanted ones."""
+        sent: dict[str, str] = {}
+        for name, buckets in sources.items():
+            sent |= WeightSource(_fill(buckets, folder), self.senders[name], wanted=wanted).send_rest()
+        return sent
+
+    def begin(self, folder: Path, name: str, buckets: list[BucketMeta], wanted: Sequence[HeldTensor]) -> None:
+        self.source = WeightSource(_fill(buckets, folder), self.senders[name], wanted=wanted)
+
+    def send_next(self) -> dict[int, bytes]:
+        return self.source.send_next()
+
+    def send_rest(self) -> dict[str, str]:
+        return self.source.send_rest()
+
+
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    senders: dict[str, WeightSender] = {}
+    side = _TrainerSide()
     while True:
         call, arguments = pipe.recv()
         try:
-            pipe.send((None, _CALLS[call](senders, **arguments)))
+            pipe.send((None, getattr(side, call)(**arguments)))
         except Exception as error:  # the process boundary: the test shows it
             pipe.send((f"{type(error).__name__}: {error}", None))
 
 
-def _join(senders: dict[str, WeightSender], *, transport: str, group: str, port: int, world_size: int) -> None:
-    spec = SenderSpec(
-        group=group, address="127.0.0.1", port=port, world_size=world_size, backend=CPU, timeout_s=ANSWER_S
-    )
-    senders[group] = TRANSPORTS.get(transport)(spec)
-    senders[group].join()
-
-
-def _send(senders: dict[str, WeightSender], *, folder: Path, stages: list[StageSource]) -> int:
-    """Send the tensors of a folder (zeros where it has none of that name and shape); returns the bytes sent."""
+def _fill(buckets: Sequence[BucketMeta], folder: Path) -> Iterator[Bucket]:
+    """Yield buckets with the tensors of a folder (zeros where it has none of that name and shape)."""
     state = load_file(folder / "model.safetensors")
-    return sum(senders[stage.group].send(_fill(bucket, state) for bucket in stage.buckets) for stage in stages)
+    for bucket in buckets:
+        tensors: list[torch.Tensor] = []
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+            tensor = state.get(name, torch.empty(0))
+            tensor = tensor if list(tensor.shape) == shape else torch.zeros(shape)
+            tensors.append(tensor.to(torch_dtype(bucket.dtype)))
+        yield bucket, torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
 
 
-def _fill(bucket: BucketMeta, state: dict[str, torch.Tensor]) -> Bucket:
-    tensors = []
-    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-        tensor = state.get(name, torch.empty(0))
-        tensor = tensor if list(tensor.shape) == shape else torch.zeros(shape)
-        tensors.append(tensor.to(torch_dtype(bucket.dtype)))
-    return bucket, torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-
-
-_CALLS = {"join": _join, "send": _send}
-
-
-def plan_stages(folder: Path, groups: list[str], *, bucket_bytes: int = 40_000) -> list[StageSource]:
-    """Deal the tensors of a folder to as many stages as there are groups, in buckets of a few tensors each."""
+def plan_sources(folder: Path, names: Sequence[str], *, bucket_bytes: int = 40_000, dtype: str = "float32") -> Sources:
+    """Deal the tensors of a folder to so many sources, in buckets of a few tensors each."""
     tensors = [
-        TensorMeta(name=name, shape=list(tensor.shape), dtype="float32")
+        TensorMeta(name=name, shape=list(tensor.shape), dtype=dtype)
         for name, tensor in sorted(load_file(folder / "model.safetensors").items())
     ]
-    return [
-        StageSource(group=group, buckets=plan_buckets(tensors[start :: len(groups)], bucket_bytes))
-        for start, group in enumerate(groups)
-    ]
+    return {name: plan_buckets(tensors[start :: len(names)], bucket_bytes) for start, name in enumerate(names)}
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""The same mathematics written plainly: transformers, one sequence at a time, autograd, torch's AdamW.
+"""The same mathematics written plainly: transformers, one sequence at a time, autograd, torch's AdamW and SGD.
 
 Shapes: L tokens of one sequence.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -121,18 +122,42 @@ def value_loss(model: PreTrainedModel, experience: Experience) -> tuple[torch.Te
     return numbers, torch.stack(losses).sum()
 
 
+def weights_after_sgd(
+    role: str, folder: Path, experience: Experience, optim: OptimConfig, *, steps: int
+) -> dict[str, torch.Tensor]:
+    """Weights after some steps of SGD with momentum, each on the whole experience."""
+    if role == "actor":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    sgd = torch.optim.SGD(parameter_groups(model, optim), lr=optim.lr, momentum=optim.momentum)
+    for _ in range(steps):
+        sgd.zero_grad()
+        loss = policy_loss(model, experience)[-1] if role == "actor" else value_loss(model, experience)[-1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
+        sgd.step()
+    return saved(model)
+
+
+def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    parameters = list(model.parameters())
+    decays: Callable[[torch.Tensor], bool] = lambda parameter: parameter.ndim > 1
+    return [
+        {"params": [p for p in parameters if decays(p)], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
+    ]
+
+
 def step(
     model: PreTrainedModel, loss: torch.Tensor, optim: OptimConfig, numbers: torch.Tensor, entropy: float
 ) -> PlainResult:
-    """Backward, clip, AdamW without decay of vectors."""
+    """Backward, clip, AdamW."""
     loss.backward()
     named = dict(model.named_parameters())
     norm = torch.nn.utils.clip_grad_norm_(named.values(), optim.clip_grad)
-    decays: Callable[[torch.Tensor], bool] = lambda parameter: parameter.ndim > 1
-    groups = [
-        {"params": [p for p in named.values() if decays(p)], "weight_decay": optim.weight_decay},
-        {"params": [p for p in named.values() if not decays(p)], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(model, optim)
     gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     assert len(gradients) == len(named)
     torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps).step()

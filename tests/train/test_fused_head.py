@@ -47,7 +47,7 @@ def everything(case: tuple[torch.Tensor, ...], temperature: float) -> list[Any]:
     return [found.log_probs, found.entropy, found.sum_squared_probs, *(leaf.grad for leaf in leaves)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     num_rows=st.integers(1, 9),
     vocab=st.integers(1, 40),

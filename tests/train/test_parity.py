@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from megappo.config.optim import OptimConfig
+from megappo.config.optim import OptimConfig, OptimizerName
 from megappo.config.parallelism import ParallelismConfig
 from tests.dist_world import DistWorld
 from tests.train import plain
 from tests.train.batches import MicroBatches, make_experience
 from tests.train.jobs import RankResult, scattered, train_once
+from tests.train.training_jobs import weights_after_steps
 
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, beta2=0.95, weight_decay=0.1, clip_grad=0.2)
 DISTRIBUTED = replace(OPTIM, distributed=True)
@@ -99,6 +101,19 @@ TIED_LAYOUTS = [
     row("pipeline and data, distributed optimizer", pipeline=2, deal=UNEVEN, optim=DISTRIBUTED, slow=True),
 ]
 
+# Rows of both tables: weights after steps of SGD tell a gradient of the wrong size, which those of Adam hardly do.
+SGD = OptimConfig(name=OptimizerName.sgd, lr=0.3, momentum=0.9, weight_decay=0.1, clip_grad=OPTIM.clip_grad)
+SGD_STEPS = 3
+SGD_LAYOUTS = [
+    row("tensor", tensor=2),
+    row("pipeline", pipeline=2),
+    row("tensor, sequence and pipeline", tensor=2, pipeline=2, sequence=True),
+    row("virtual pipeline", pipeline=2, virtual_pipeline=2),
+    row("context", context=2),
+    row("uneven data ranks", deal=UNEVEN),
+]
+SGD_EXPERT_LAYOUTS = [row("expert", expert=2, deal=UNEVEN)]
+
 Record = Callable[[str, object], None]
 
 
@@ -142,6 +157,48 @@ def test_tied_embeddings_learn_from_both_their_uses_and_stay_equal(
     for shards in copies.values():
         assert len(shards) >= case.layout.pipeline * len(case.deal)  # on the first and on the last stage
         assert all(torch.equal(shard, shards[0]) for shard in shards[1:])
+
+
+@pytest.mark.parametrize("case", SGD_LAYOUTS)
+def test_three_steps_of_sgd_give_the_weights_of_plain_code(
+    world: DistWorld, policy_folder: Path, critic_folder: Path, case: Case, record_property: Record
+) -> None:
+    check_sgd(world, {"actor": policy_folder, "critic": critic_folder}, case, record_property)
+
+
+@pytest.mark.parametrize("case", SGD_EXPERT_LAYOUTS)
+def test_three_steps_of_sgd_give_the_experts_of_plain_code(
+    world: DistWorld, expert_policy_folder: Path, case: Case, record_property: Record
+) -> None:
+    check_sgd(world, {"actor": expert_policy_folder}, case, record_property)
+
+
+@cache
+def plainly_by_sgd(role: str, folder: Path) -> dict[str, torch.Tensor]:
+    return plain.weights_after_sgd(role, folder, make_experience(), SGD, steps=SGD_STEPS)
+
+
+def check_sgd(world: DistWorld, folders: dict[str, Path], case: Case, record: Record) -> None:
+    results = world.run(
+        weights_after_steps,
+        world_size=case.layout.model_size * len(case.deal),
+        parallelism=case.layout,
+        folders={role: str(folder) for role, folder in folders.items()},
+        layout=case.layout,
+        optim=SGD,
+        deal=case.deal,
+        steps=SGD_STEPS,
+    )
+    errors = {}
+    for role, folder in folders.items():
+        expected, start = plainly_by_sgd(role, folder), load_file(folder / "model.safetensors")
+        found = [(name, tensor) for result in results for name, tensor in result[role].items()]
+        assert {name for name, _ in found} == set(expected)
+        errors[role] = max(largest(tensor - expected[name]) for name, tensor in found)
+        # The steps are large enough to be compared.
+        assert max(largest(expected[name] - start[name]) for name in expected) > 0.05
+    record("sgd", json.dumps(errors))
+    assert max(errors.values()) <= 1e-5, errors
 
 
 def run(world: DistWorld, role: str, folder: Path, case: Case) -> list[RankResult]:

@@ -31,6 +31,15 @@ SETTINGS = [
 ]
 
 
+# Of a mixture of experts. Its feed-forward part calls what it recomputes itself.
+EXPERT_SETTINGS = [
+    (RecomputeConfig(), set()),
+    (full(RecomputeMethod.uniform, 1), {"layer", "core_attn", "mlp", "layernorm", "router"}),
+    (selective("moe"), {"router"}),
+    (selective("core_attn", "moe"), {"core_attn", "router"}),
+]
+
+
 @pytest.mark.parametrize(
     "layout",
     [ParallelismConfig(), ParallelismConfig(tensor=2, sequence=True), ParallelismConfig(pipeline=2)],
@@ -39,13 +48,27 @@ SETTINGS = [
 def test_recomputation_gives_the_same_loss_and_gradient(
     world: DistWorld, policy_folder: Path, layout: ParallelismConfig
 ) -> None:
-    settings = [setting for setting, _ in SETTINGS]
+    check(world, policy_folder, layout, SETTINGS)
+
+
+def test_recomputed_experts_give_the_same_loss_and_gradient(world: DistWorld, expert_policy_folder: Path) -> None:
+    check(world, expert_policy_folder, ParallelismConfig(expert=2), EXPERT_SETTINGS, world_size=2)
+
+
+def check(
+    world: DistWorld,
+    folder: Path,
+    layout: ParallelismConfig,
+    table: list[tuple[RecomputeConfig, set[str]]],
+    world_size: int | None = None,
+) -> None:
+    settings = [setting for setting, _ in table]
     for results in world.run(
-        recomputed, parallelism=layout, folder=str(policy_folder), layout=layout, settings=settings
+        recomputed, world_size=world_size, parallelism=layout, folder=str(folder), layout=layout, settings=settings
     ):
         plain_metrics, plain_gradients, plain_calls = results[0]
         assert set(plain_calls.values()) == {2}  # one call per micro-batch
-        for (setting, repeated), (metrics, gradients, calls) in zip(SETTINGS, results, strict=True):
+        for (setting, repeated), (metrics, gradients, calls) in zip(table, results, strict=True):
             assert metrics == plain_metrics, setting
             assert all(torch.equal(gradients[name], plain_gradients[name]) for name in plain_gradients), setting
             assert calls == {name: 4 if name in repeated else 2 for name in calls}, setting

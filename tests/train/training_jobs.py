@@ -1,6 +1,5 @@
 """Jobs about optimizer, precision and recomputation; each runs on every rank."""
 
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,6 +17,7 @@ from megappo.device.backend import CPU
 from megappo.models.parameters import unwrap
 from megappo.observability.metrics import values
 from megappo.train.actor import ActorTrainer
+from megappo.train.critic import CriticTrainer
 from tests.train.batches import MicroBatches, make_experience, request_of, rollouts_of
 from tests.train.jobs import complete_state, gradients_now, run_config, weights_now, whole_request
 
@@ -43,15 +43,35 @@ def make_trainer(
 def train_steps(
     folder: str, layout: ParallelismConfig, optims: list[OptimConfig], deal: list[MicroBatches], epochs: int
 ) -> list[Weights]:
-    """This stage's weights after `epochs` steps, a log-prob pass and one more step, with each of the optimizers."""
+    """This stage's weights after `epochs` steps and one more, of a single micro-batch, with each of the optimizers."""
     experience, micro_batches = own_part(deal)
     request = request_of(make_experience(), micro_batches, epochs=epochs)
+    last = request_of(make_experience(), [list(chain(*micro_batches))])
     results = []
     for optim in optims:
         trainer = make_trainer(folder, layout, optim)
         trainer.update(experience, request)
-        trainer.update(experience, replace(request, epochs=1))
+        trainer.update(experience, last)
         results.append(weights_now(trainer))
+    return results
+
+
+def weights_after_steps(
+    folders: dict[str, str], layout: ParallelismConfig, optim: OptimConfig, deal: list[MicroBatches], steps: int
+) -> dict[str, Weights]:
+    """This stage's weights of each role after some optimizer steps on all sequences.
+
+    Args:
+        folders: starting weights of actor, critic or both.
+    """
+    experience, micro_batches = own_part(deal)
+    request = request_of(make_experience(), micro_batches, epochs=steps)
+    results = {}
+    for role, folder in folders.items():
+        make = ActorTrainer if role == "actor" else CriticTrainer
+        trainer = make(run_config(folder, layout, optim), backend=CPU)
+        trainer.update(experience, request)
+        results[role] = weights_now(trainer)
     return results
 
 
@@ -148,6 +168,8 @@ def count_calls(trainer: ActorTrainer) -> dict[str, int]:
         "mlp": layer.mlp,
         "layernorm": layer.input_layernorm,
     }
+    if hasattr(layer.mlp, "router"):
+        modules["router"] = layer.mlp.router
     calls = dict.fromkeys(modules, 0)
 
     def counter(name: str) -> Any:

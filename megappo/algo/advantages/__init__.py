@@ -9,17 +9,24 @@ import numpy as np
 
 from megappo.algo.advantages.base import Estimator, SequenceInputs, SequenceStage
 from megappo.algo.advantages.group_relative import (
+    best_leads,
     gdpo,
     gpg,
     grpo,
     grpo_passk,
     maxrl,
     opo,
+    parts_differ,
     reinforce_plus_plus_baseline,
     rloo,
 )
-from megappo.algo.advantages.groups import GroupedValues
-from megappo.algo.advantages.returns import gae, reinforce_plus_plus, remax, remax_baseline
+from megappo.algo.advantages.returns import (
+    beats_or_misses_greedy,
+    gae,
+    reinforce_plus_plus,
+    remax,
+    remax_baseline,
+)
 from megappo.algo.advantages.token_baseline import optimal_token_baseline
 from megappo.config.algorithm import AlgorithmConfig
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS as DECLARED
@@ -39,12 +46,23 @@ ESTIMATORS.register(
     "reinforce_plus_plus_baseline",
     Estimator(declaration=DECLARED["reinforce_plus_plus_baseline"], sequence_stage=reinforce_plus_plus_baseline),
 )
-ESTIMATORS.register("remax", Estimator(declaration=DECLARED["remax"], sequence_stage=remax_baseline, token_stage=remax))
+ESTIMATORS.register(
+    "remax",
+    Estimator(
+        declaration=DECLARED["remax"],
+        sequence_stage=remax_baseline,
+        token_stage=remax,
+        signal_stage=beats_or_misses_greedy,
+    ),
+)
 ESTIMATORS.register("opo", Estimator(declaration=DECLARED["opo"], sequence_stage=opo))
 ESTIMATORS.register("gpg", Estimator(declaration=DECLARED["gpg"], sequence_stage=gpg))
-ESTIMATORS.register("grpo_passk", Estimator(declaration=DECLARED["grpo_passk"], sequence_stage=grpo_passk))
+ESTIMATORS.register(
+    "grpo_passk",
+    Estimator(declaration=DECLARED["grpo_passk"], sequence_stage=grpo_passk, signal_stage=best_leads),
+)
 ESTIMATORS.register("maxrl", Estimator(declaration=DECLARED["maxrl"], sequence_stage=maxrl))
-ESTIMATORS.register("gdpo", Estimator(declaration=DECLARED["gdpo"], sequence_stage=gdpo))
+ESTIMATORS.register("gdpo", Estimator(declaration=DECLARED["gdpo"], sequence_stage=gdpo, signal_stage=parts_differ))
 ESTIMATORS.register(
     "optimal_token_baseline",
     Estimator(declaration=DECLARED["optimal_token_baseline"], token_stage=optimal_token_baseline),
@@ -55,10 +73,21 @@ def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
     """Return the configured estimator. Raises RegistryError for a name that is unknown or names no estimator."""
     entry = ESTIMATORS.get(algorithm.advantage.name)
     if isinstance(entry, Estimator):
+        if algorithm.advantage.name not in ESTIMATORS.names():
+            _refuse_needs(algorithm.advantage.name, entry.declaration)
         return entry
     if not callable(entry):
         raise RegistryError(f"{algorithm.advantage.name} is neither an Estimator nor a function of its sequence stage")
     return Estimator(declaration=EstimatorDeclaration(scope=AdvantageScope.sequence), sequence_stage=entry)
+
+
+def _refuse_needs(name: str, declared: EstimatorDeclaration) -> None:
+    """Raise RegistryError for an estimator from outside that asks for a pass which a run plans, without importing it,
+    from the declarations of built-in ones."""
+    for need in ("reads_old_log_probs", "reads_sum_pi_squared", "reads_greedy_scores"):
+        if getattr(declared, need):
+            rule = f"declares {need}, which a run provides to built-in estimators only"
+            raise RegistryError(f"{name} {rule} (declare and register it as the docstring of {__name__} says)")
 
 
 def needs_values(algorithm: AlgorithmConfig) -> bool:
@@ -100,16 +129,32 @@ def compute_sequence_advantages(inputs: SequenceInputs, algorithm: AlgorithmConf
     return advantages
 
 
-def group_metrics(inputs: SequenceInputs) -> Metrics:
+def signal_by_group(inputs: SequenceInputs, algorithm: AlgorithmConfig) -> dict[int, bool]:
+    """Return, for every group id, whether the configured estimator learns anything from the group: it does not where
+    it would give every sample an advantage of 0, nor from a group of empty sequences.
+
+    Raises:
+        AlgorithmInputError: as `compute_sequence_advantages`.
+    """
+    found: dict[int, bool] = dict.fromkeys(np.unique(inputs.group_ids).tolist(), False)
+    rows = np.flatnonzero(inputs.response_tokens > 0)
+    if not rows.size:
+        return found
+    occupied = inputs.select(rows)
+    with np.errstate(invalid="ignore"):
+        signal = estimator_of(algorithm).signal_stage(occupied, algorithm.advantage)
+    return found | dict.fromkeys(occupied.group_ids[signal].tolist(), True)
+
+
+def group_metrics(inputs: SequenceInputs, algorithm: AlgorithmConfig) -> Metrics:
     """Return counts of the groups of a batch; means are over groups with at least one non-empty sequence."""
     rows = np.flatnonzero(inputs.response_tokens > 0)
     if not rows.size:
         return {}
-    with np.errstate(invalid="ignore"):
-        groups = GroupedValues(inputs.scores[rows], inputs.group_ids[rows])
-    count = len(groups.sizes)
+    _, sizes = np.unique(inputs.group_ids[rows], return_counts=True)
+    count, with_signal = len(sizes), sum(signal_by_group(inputs, algorithm).values())
     return {
         "rollout/groups": metrics.total(count),
-        "rollout/group_size/mean": metrics.mean(groups.sizes.sum(), count),
-        "rollout/groups_without_signal": metrics.mean(count - groups.have_signal().sum(), count),
+        "rollout/group_size/mean": metrics.mean(len(rows), count),
+        "rollout/groups_without_signal": metrics.mean(count - with_signal, count),
     }

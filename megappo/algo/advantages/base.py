@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megappo.algo.advantages.groups import GroupedValues
 from megappo.config.algorithm import AdvantageConfig
 from megappo.config.algorithm_declarations import AdvantageScope, EstimatorDeclaration
 
@@ -84,6 +85,14 @@ class TokenAdvantages:
 SequenceStage = Callable[[SequenceInputs, AdvantageConfig], np.ndarray]
 """Advantages [B]; empty sequences are never among the inputs."""
 TokenStage = Callable[[TokenInputs, AdvantageConfig], TokenAdvantages]
+SignalStage = Callable[[SequenceInputs, AdvantageConfig], np.ndarray]
+"""Whether the group of each sequence carries signal, [B] bool; empty sequences are never among the inputs."""
+
+
+def scores_differ(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Whether the scores of the group differ, [B] bool: what signal is to estimators that compare samples by them."""
+    groups = GroupedValues(inputs.scores, inputs.group_ids)
+    return groups.spread(groups.have_signal())
 
 
 def spread_over_tokens(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:
@@ -94,11 +103,14 @@ def spread_over_tokens(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdv
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Estimator:
-    """An advantage estimator: what it declares, a stage over sequences (scope `sequence`) and one over tokens."""
+    """An advantage estimator: what it declares, a stage over sequences (scope `sequence`) and one over tokens, and
+    which groups it learns from."""
 
     declaration: EstimatorDeclaration
     sequence_stage: SequenceStage | None = None
     token_stage: TokenStage = spread_over_tokens
+    signal_stage: SignalStage = scores_differ
+    """For dynamic sampling and its metric: false where every sample of the group gets an advantage of 0."""
 
     @property
     def scope(self) -> AdvantageScope:

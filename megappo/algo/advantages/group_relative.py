@@ -6,7 +6,7 @@ Shapes: B sequences. s_i: sum of the token rewards of sequence i; mean_g, std_g:
 import numpy as np
 
 from megappo.algo.advantages.base import SequenceInputs
-from megappo.algo.advantages.groups import GroupedValues
+from megappo.algo.advantages.groups import ROUNDING, GroupedValues
 from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.masked import Moments, whiten
 from megappo.config.algorithm import AdvantageConfig
@@ -78,8 +78,9 @@ def opo(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
 def gpg(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
     """Group policy gradient.
 
-    Formula: A_i = alpha (s_i - mean_g); alpha = B / max(1, samples in groups whose scores differ), B the non-empty
-        sequences of the batch, which makes up for groups without signal. A configured alpha replaces it.
+    Formula: A_i = alpha (s_i - mean_g); alpha = B / max(1, samples in groups whose scores differ by more than rounding
+        error, as in grpo), B the non-empty sequences of the batch, which makes up for groups without signal. A
+        configured alpha replaces it.
     Source: Chu et al. 2025, GPG, arXiv:2504.02546.
     Config: alpha.
     Use: with the gpg loss: plain policy gradient without ratio, clip or reference.
@@ -105,6 +106,12 @@ def grpo_passk(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
     std = groups.standard_deviations()
     lead = np.where(std == 0, 0.0, (groups.maximum - groups.second_largest) / (std + EPSILON))
     return np.where(best, groups.spread(lead), 0.0)
+
+
+def best_leads(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Whether the best sample of the group is better than the second, [B] bool: the signal of grpo_passk."""
+    groups = GroupedValues(inputs.scores, inputs.group_ids)
+    return groups.spread(groups.have_signal() & groups.best_leads())
 
 
 def maxrl(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
@@ -134,6 +141,22 @@ def gdpo(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
 
     Raises AlgorithmInputError for a key that no sequence has; it names the keys seen.
     """
+    total = _weighted_parts(inputs, config)
+    if not config.whiten:
+        return total
+    return whiten(total, Moments.of(np.sort(total)).whitening)
+
+
+def parts_differ(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Whether the parts tell samples of the group apart, [B] bool: the signal of gdpo, which reads no total. Parts that
+    cancel each other out, sample by sample, don't."""
+    limit = ROUNDING * float(np.abs(config.weights or [1.0] * len(config.reward_keys)).sum())
+    differs = ~(np.abs(_weighted_parts(inputs, config)) <= limit)
+    return np.isin(inputs.group_ids, inputs.group_ids[differs])
+
+
+def _weighted_parts(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Return the weighted sum of the normalised parts, [B]. Raises AlgorithmInputError for a part that nobody has."""
     parts = inputs.parts
     total = np.zeros(len(inputs.scores))
     for key, weight in zip(config.reward_keys, config.weights or [1.0] * len(config.reward_keys)):
@@ -143,6 +166,4 @@ def gdpo(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
             raise AlgorithmInputError(int(inputs.sequence_ids[0]), "score", f"has no part {key!r} (keys seen: {seen})")
         values = np.array([parts[row][key] for row in rows], dtype=np.float64)
         total[rows] += weight * _normalized(values, inputs.group_ids[rows], divide=True)
-    if not config.whiten:
-        return total
-    return whiten(total, Moments.of(np.sort(total)).whitening)
+    return total

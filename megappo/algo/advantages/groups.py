@@ -4,9 +4,13 @@ Shapes: B sequences, G groups. Invariants (asserted by tests/algo/test_groups.py
 1. Every sum runs over the group's terms in the order of their values, so results are bitwise the same for any order
    of the sequences and any sharding.
 2. A group whose values are all equal has deviations of exactly 0.
+3. A spread within rounding error is none: a group has signal exactly where its standard deviation is not 0.
 """
 
 import numpy as np
+
+ROUNDING = 1e-6
+"""Scores that differ by less than this share of the largest of them are equal: 0.1 + 0.2 is 0.3."""
 
 
 class GroupedValues:
@@ -59,9 +63,18 @@ class GroupedValues:
         within rounding error, std <= 1e-6 max|value|."""
         squares = self.sum(np.square(self.deviations()))
         deviation = np.sqrt(squares / np.maximum(self.sizes - 1, 1))
-        largest = np.maximum(np.abs(self.minimum), np.abs(self.maximum))
-        return np.where(deviation <= 1e-6 * largest, 0.0, deviation)
+        return np.where(deviation <= self._rounding, 0.0, deviation)
 
     def have_signal(self) -> np.ndarray:
-        """Whether the values of a group differ, [G] bool."""
-        return self.maximum != self.minimum
+        """Whether the values of a group differ by more than rounding error, [G] bool; a value that is not finite counts
+        as a difference, so that it is reported and not dropped."""
+        return self.standard_deviations() != 0
+
+    def best_leads(self) -> np.ndarray:
+        """Whether the largest value leads the second by more than rounding error, [G] bool, likewise."""
+        return ~(self.maximum - self.second_largest <= self._rounding)
+
+    @property
+    def _rounding(self) -> np.ndarray:
+        """Largest difference that counts as none, [G]."""
+        return ROUNDING * np.maximum(np.abs(self.minimum), np.abs(self.maximum))

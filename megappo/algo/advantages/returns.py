@@ -7,6 +7,7 @@ observation tokens are jumped over, with neither decay nor reward.
 import numpy as np
 
 from megappo.algo.advantages.base import SequenceInputs, TokenAdvantages, TokenInputs
+from megappo.algo.advantages.groups import ROUNDING
 from megappo.algo.errors import AlgorithmInputError
 from megappo.algo.scan import generalized_advantages, suffix_sums
 from megappo.config.algorithm import AdvantageConfig
@@ -41,9 +42,22 @@ def reinforce_plus_plus(inputs: TokenInputs, config: AdvantageConfig) -> TokenAd
 
 def remax_baseline(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
     """Return minus the greedy score, [B]; `remax` adds the returns."""
+    return -_greedy_scores(inputs)
+
+
+def beats_or_misses_greedy(inputs: SequenceInputs, config: AdvantageConfig) -> np.ndarray:
+    """Whether a sample of the group scores otherwise than the greedy answer, [B] bool: the signal of remax."""
+    greedy = _greedy_scores(inputs)
+    limit = ROUNDING * np.maximum(np.abs(inputs.scores), np.abs(greedy))
+    # A score that is not finite differs, so that it is reported and not dropped.
+    differs = ~(np.abs(inputs.scores - greedy) <= limit)
+    return np.isin(inputs.group_ids, inputs.group_ids[differs])
+
+
+def _greedy_scores(inputs: SequenceInputs) -> np.ndarray:
     if inputs.greedy_scores is None:
         raise AlgorithmInputError(int(inputs.sequence_ids[0]), "greedy_score", "is missing, remax needs it")
-    return -inputs.greedy_scores
+    return inputs.greedy_scores
 
 
 def remax(inputs: TokenInputs, config: AdvantageConfig) -> TokenAdvantages:

@@ -54,6 +54,10 @@ def policy_loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:
     """Return the configured policy loss. Raises RegistryError for a name that is unknown or names no loss."""
     entry = POLICY_LOSSES.get(algorithm.policy_loss.name)
     if isinstance(entry, PolicyLoss):
+        if entry.declaration.selects_tokens and algorithm.policy_loss.name not in POLICY_LOSSES.names():
+            rule = "declares selects_tokens, which a run provides to built-in losses only"
+            remedy = f"declare and register it as the docstring of {__name__} says"
+            raise RegistryError(f"{algorithm.policy_loss.name} {rule} ({remedy})")
         return entry
     if not callable(entry):
         raise RegistryError(f"{algorithm.policy_loss.name} is neither a PolicyLoss nor a function")
@@ -61,8 +65,18 @@ def policy_loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 def aggregation_of(algorithm: AlgorithmConfig) -> Aggregation:
-    """Return the configured aggregation, or the loss's own."""
-    return algorithm.policy_loss.aggregation or policy_loss_of(algorithm).declaration.aggregation
+    """Return the configured aggregation, or the loss's own.
+
+    Raises:
+        RegistryError: as `policy_loss_of`; or a loss from outside is defined with another aggregation only.
+    """
+    given, declared = algorithm.policy_loss.aggregation, policy_loss_of(algorithm).declaration
+    if declared.fixed_aggregation and given not in (None, declared.aggregation):
+        raise RegistryError(
+            f"algorithm.policy_loss.aggregation={given} conflicts with {algorithm.policy_loss.name}, defined with "
+            f"{declared.aggregation} (leave it out)"
+        )
+    return given or declared.aggregation
 
 
 def compute_policy_loss(log_probs: Tensor, batch: PolicyLossBatch, algorithm: AlgorithmConfig) -> LossOutput:

@@ -37,6 +37,10 @@ def sapo(inputs: LossInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(losses=losses, ratio=ratio.detach())
 
 
+DPPO_DELTAS = {Divergence.total_variation: 0.15, Divergence.binary_kl: 0.05}
+"""The bounds of the paper's experiments, each in units of its divergence."""
+
+
 def dppo(inputs: LossInputs, config: PolicyLossConfig) -> TokenLosses:
     """Trust region on a divergence of the token's distribution in place of its ratio.
 
@@ -44,8 +48,8 @@ def dppo(inputs: LossInputs, config: PolicyLossConfig) -> TokenLosses:
         D = |pi - pi_old| (total_variation) or pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
         (binary_kl), pi the probability of the sampled token.
     Source: Qi et al. 2026, DPPO, arXiv:2602.04879.
-    Config: divergence, delta (0.15 suits total_variation, 0.05 binary_kl). `old_log_probs: rollout` anchors the region
-        at the policy that sampled, as in the paper.
+    Config: divergence, delta (null: 0.15 of total_variation, 0.05 of binary_kl). `old_log_probs: rollout` anchors the
+        region at the policy that sampled, as in the paper.
     Use: large vocabularies, where a ratio clip binds on rare tokens and misses frequent ones.
     """
     ratio = inputs.ratio()
@@ -55,7 +59,7 @@ def dppo(inputs: LossInputs, config: PolicyLossConfig) -> TokenLosses:
         divergence = (current.exp() - inputs.old_log_probs.exp()).abs()
     else:
         divergence = _binary_kl(inputs.old_log_probs, current)
-    cut = away & (divergence > config.delta)
+    cut = away & (divergence > (DPPO_DELTAS[config.divergence] if config.delta is None else config.delta))
     losses = -inputs.advantages * ratio
     return TokenLosses(losses=torch.where(cut, losses.detach(), losses), ratio=ratio.detach(), clipped=cut)
 

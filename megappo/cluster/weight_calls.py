@@ -1,0 +1,84 @@
+"""Calls of a hand-over to trainer and engines at once: what each answered, and who is to blame where some failed.
+
+In a broadcast the failure of one is the failure of all, and Ray tells of a killed process seconds after its peers have
+told of broken connections. So all answers are waited for, and causes told from consequences.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megappo.cluster.runtime import Call, describe_failure, severity
+from megappo.errors import MegappoError
+
+_GRACE_S = 10.0
+"""How long after a first failure the others are waited for."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Failure:
+    """One call that failed."""
+
+    engine: int | None
+    """Whose it was; None: the trainer's."""
+    error: MegappoError
+    severity: int
+    """0: the process died, 1: it failed by itself, 2: a connection broke."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineCall:
+    """A call to an engine host."""
+
+    engine: int
+    call: Call
+
+
+def settle(
+    trainer: Sequence[Call],
+    engines: Sequence[EngineCall],
+    *,
+    phase: str,
+    timeout_s: float,
+    on_failure: Callable[[], None] = lambda: None,
+) -> tuple[list[Any], list[Failure]]:
+    """Wait for all calls. After the first failure `on_failure` is called, to free those that wait for the failed one.
+
+    Returns:
+        The answers of the trainer's calls (only where nothing failed), and the failures.
+    """
+    owners: list[tuple[int | None, Call]] = [(None, call) for call in trainer]
+    owners += [(each.engine, each.call) for each in engines]
+    failures: dict[Any, Failure] = {}
+    pending = [call.ref for _, call in owners]
+    by_ref = {call.ref: (engine, call) for engine, call in owners}
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = TimeoutError(f"no answer within {timeout_s:.0f} s")
+            for ref in pending:
+                failures[ref] = _failure(*by_ref[ref], late, phase)
+            break
+        try:
+            ray.get(ready[0])
+        except RayError as error:
+            if not failures:
+                on_failure()
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            failures[ready[0]] = _failure(*by_ref[ready[0]], error, phase)
+    return [] if failures else [ray.get(call.ref) for call in trainer], list(failures.values())
+
+
+def _failure(engine: int | None, call: Call, error: Exception, phase: str) -> Failure:
+    return Failure(engine=engine, error=describe_failure(error, call=call, phase=phase), severity=severity(error))
+
+
+def causes(failures: Sequence[Failure]) -> list[Failure]:
+    """Return the failures that caused the others."""
+    worst = min(failure.severity for failure in failures)
+    return [failure for failure in failures if failure.severity == worst]

@@ -1,0 +1,29 @@
+"""Where a stop string ends a response. The tokens are the truth: a response ends with the token that completes it."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_TOKENS_PER_CHARACTER = 4
+"""A character of UTF-8 takes up to 4 bytes, and a byte may be a token of its own."""
+
+
+class StopStrings:
+    """Finds the end of responses by their text."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        """`strings` are not empty."""
+        self._strings = list(strings)
+        self._tokenizer = tokenizer
+        self.window = _TOKENS_PER_CHARACTER * max(len(string) for string in strings)
+        """Tokens at the end of a response that are looked at."""
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether a stop string ends in the last token, or not long before it."""
+        text = str(self._tokenizer.decode(list(tokens[-self.window :])))
+        return any(string in text for string in self._strings)
+
+    def end(self, tokens: Sequence[int], *, start: int = 0) -> int | None:
+        """Return the number of tokens, above `start`, at which a stop string is complete; None: there is none."""
+        counts = range(start + 1, len(tokens) + 1)
+        return next((count for count in counts if self.complete(tokens[:count])), None)

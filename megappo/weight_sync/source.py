@@ -1,0 +1,39 @@
+"""One process of the trainer in a hand-over: it takes its buckets one after the other, checksums, and sends them."""
+
+from collections.abc import Iterable, Sequence
+
+from megappo.errors import WorkerError
+from megappo.weight_sync.transport import Bucket, WeightSender
+from megappo.weights.checksums import HeldTensor, SentChecksums
+
+
+class WeightSource:
+    """The buckets that one process sends in one hand-over. It may send none, and only feed the buckets of others while
+    it iterates."""
+
+    def __init__(
+        self, buckets: Iterable[Bucket], sender: WeightSender | None, *, wanted: Sequence[HeldTensor] = ()
+    ) -> None:
+        """`wanted` are the tensors whose checksums are taken, of this source or of others."""
+        self._buckets = iter(buckets)
+        self._sender = sender
+        self._checksums = SentChecksums(wanted)
+
+    def send_next(self) -> dict[int, bytes]:
+        """Send one bucket; returns what engine ranks need to open it."""
+        return self._send(*next(self._buckets))
+
+    def send_rest(self) -> dict[str, str]:
+        """Send all that is left; returns the checksums of the wanted tensors that this process sent whole."""
+        for bucket in self._buckets:
+            self._send(*bucket)
+        return self._checksums.result()
+
+    def _send(self, *bucket: *Bucket) -> dict[int, bytes]:
+        meta, flat = bucket
+        assert self._sender is not None, f"nothing to send the bucket from {meta.names[0]} with"
+        self._checksums.see(meta, flat)
+        try:
+            return self._sender.send(meta, flat)
+        except RuntimeError as error:  # torch's, of a broken group
+            raise WorkerError(f"bucket from {meta.names[0]}: send: {error}") from error

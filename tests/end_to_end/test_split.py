@@ -1,0 +1,77 @@
+"""Engines on a pool of their own, a step ahead, several of them, stopped early: real Ray, real parts."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.conftest import START_TIMEOUT_S, Launch, Run, assert_all_gone
+from tests.end_to_end.test_ends import END_TIMEOUT_S
+
+SHORT = (
+    "experiment=quickstart",
+    "rollout=hf",
+    "placement=split",
+    "trainer.val_before_train=false",
+    "tracking.mlflow=false",
+    "data.validation.size=5510",
+)
+
+
+def column(run: Run, name: str) -> list[float]:
+    return [line[name] for line in run.metrics()]
+
+
+def logged(run: Run) -> list[dict[str, Any]]:
+    """The sequences in rollouts/, step after step."""
+    files = sorted((run.directory / "rollouts").glob("*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def test_engines_on_a_pool_of_their_own_sample_the_next_step_while_this_one_trains(
+    launch: Launch, sft_run: Run
+) -> None:
+    # The starting model is too poor for a reward; the entropy bonus moves the weights all the same.
+    more = ("controller=one_step_off", "algorithm.entropy.coef=0.1", "trainer.total_steps=4", "trainer.test_freq=2")
+    run = launch("train", "ahead", *SHORT, *more)
+    assert run.wait(START_TIMEOUT_S) == 0, run.output
+    assert column(run, "rollout/policy_lag/max") == [0, 1, 1, 1]
+    assert column(run, "rollout/policy_lag/mean") == [0, 1, 1, 1]
+    assert column(run, "weights/version") == [1, 2, 3, 4]
+    assert column(run, "rollout/sequences") == [256] * 4
+    ids = [sample["sequence_id"] for sample in logged(run)]
+    assert ids == sorted(set(ids)) and len(ids) == 4 * 8
+    first, *later = column(run, "correction/probability_diff/max")
+    assert first <= 1e-4 and min(later) > 1e-3, "the first step's rollouts are of the weights that it trains"
+    assert all(0 < weight < 2 for weight in column(run, "correction/weight/mean"))
+    assert [line["step"] for line in run.metrics() if "val/reward/mean" in line] == [2, 4]
+    # Two devices of the actor, one of the engine.
+    shares = [line["perf/tokens_per_s"] / line["perf/tokens_per_s_per_device"] for line in run.metrics()]
+    assert shares == pytest.approx([3] * 4)
+    assert " = wait " in run.output
+
+
+def test_two_engines_share_the_prompts_and_stop_early(launch: Launch, sft_run: Run) -> None:
+    more = ("rollout.num_engines=2", "rollout.partial.extra_prompts=8", "trainer.total_steps=4", "trainer.test_freq=-1")
+    run = launch("train", "two-engines", *SHORT, *more)
+    assert run.wait(START_TIMEOUT_S) == 0, run.output
+    assert column(run, "rollout/sequences") == [256] * 4
+    ids = [sample["sequence_id"] for sample in logged(run)]
+    assert len(ids) == len(set(ids)) == 4 * 8
+    under_way = [line["rollout/partial/unfinished"] + line["rollout/groups_carried"] for line in run.metrics()]
+    assert under_way == [8] * 4, "of 40 prompts 32 are trained, and the others are kept"
+    assert run.metrics()[0]["rollout/policy_lag/max"] == 0 and max(column(run, "rollout/policy_lag/max")) >= 1
+    assert run.metrics()[0]["actor/rollout_log_prob_diff/max"] <= 1e-4
+    for number in range(2):
+        assert all(line[f"rollout/idle_share/engine_{number}"] < 1 for line in run.metrics()), "both engines sampled"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_whose_engines_are_ahead(launch: Launch, sft_run: Run) -> None:
+    run = launch("train", "ahead-interrupted", *SHORT, "controller=one_step_off", "trainer.test_freq=-1")
+    run.wait_for_step(2)
+    processes = run.descendants()
+    run.interrupt()
+    assert run.wait(END_TIMEOUT_S) == 130, run.output
+    assert run.summary()["exit"] == "interrupted"
+    assert_all_gone(processes)

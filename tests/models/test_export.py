@@ -1,0 +1,203 @@
+"""What the plan says, from config.json and the layout alone, is what the ranks hold, send and feed.
+
+By brute force: the tensors of the folder, cut at the places of the plan, are the shards of the ranks' own parameters.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors.torch import load_file
+
+from megappo.config.parallelism import ParallelismConfig
+from megappo.device.process_group import init_model_parallel
+from megappo.models.architecture import read_architecture
+from megappo.models.build import Head
+from megappo.models.export import iter_export_buckets, weight_plan
+from megappo.models.families import FAMILIES
+from megappo.models.parameters import mapped_parameters
+from megappo.models.weight_shapes import weights_of
+from megappo.weights.buckets import open_bucket
+from megappo.weights.layouts import TrainerLayout
+from megappo.weights.plan import WeightPlan, plan_weights
+from megappo.weights.transforms import split
+from tests.dist_world import DistWorld
+from tests.models.conftest import MakeModel
+from tests.models.expert_layouts import EXPERT_LAYOUTS
+from tests.models.model_jobs import loaded_model
+from tests.train import test_parity
+
+BUCKET_BYTES = 5000
+DENSE = [
+    (case.layout, case.layout.model_size * len(case.deal))
+    for parameters in (*test_parity.LAYOUTS, *test_parity.TIED_LAYOUTS)
+    for case in parameters.values
+]
+SPARSE = [
+    *EXPERT_LAYOUTS.values(),
+    *(
+        (case.layout, case.layout.model_size * len(case.deal))
+        for parameters in test_parity.EXPERT_LAYOUTS
+        for case in parameters.values
+    ),
+]
+
+
+def distinct(rows: list[tuple[ParallelismConfig, int]], world_size: int) -> list[ParallelismConfig]:
+    """The layouts of the parity table on so many ranks; each once, whatever moves no weights."""
+    found: dict[TrainerLayout, ParallelismConfig] = {}
+    for layout, size in rows:
+        if size == world_size:
+            plain = replace(layout, sequence=layout.tensor > 1)
+            found.setdefault(TrainerLayout.of(plain, world_size), plain)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_plan_of_every_layout_is_what_ranks_hold_and_send(
+    world: DistWorld, make_model: MakeModel, world_size: int
+) -> None:
+    experts = [name for name in FAMILIES.names() if FAMILIES.get(name).traits.experts]
+    pairs: list[tuple[ParallelismConfig, str]] = []
+    for layout in distinct(DENSE, world_size):
+        for family in sorted(set(FAMILIES.names()) - set(experts)):
+            # 95 rows: two and four ranks pad them.
+            pairs += [
+                (layout, str(make_model(family, tie_word_embeddings=tied, vocab_size=95))) for tied in (False, True)
+            ]
+    for layout in distinct(SPARSE, world_size):
+        pairs += [(layout, str(make_model(family))) for family in experts]
+    assert len(pairs) >= (6 if world_size < 4 else 40)
+    results = world.run(check_plans, world_size=world_size, parallelism=ParallelismConfig(), pairs=pairs)
+    for index, (layout, folder) in enumerate(pairs):
+        sent = [name for names, _ in (rank[index] for rank in results) for name in names]
+        assert sorted(sent) == sorted(load_file(Path(folder) / "model.safetensors")), (layout, folder)
+        # Every piece of the plan was compared on the rank that has it.
+        plan = plan_of(layout, folder, world_size)
+        assert sum(checked for _, checked in (rank[index] for rank in results)) == num_pieces(plan)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[TrainerLayout, int]:
+    """Stages and chunks of a layout, and a number of layers that they share."""
+    pipeline, chunks = draw(st.integers(2, 5)), draw(st.sampled_from([None, 2, 3]))
+    share = draw(st.integers(2, 3)) * (chunks or 1)
+    sizes = {name: draw(st.integers(1, 3)) * (chunks or 1) for name in ("first_stage_layers", "last_stage_layers")}
+    sized = draw(st.sampled_from([(), ("first_stage_layers",), ("last_stage_layers",), tuple(sizes)]))
+    counted = draw(st.sampled_from([(), ("embedding_is_layer",), ("embedding_is_layer", "head_is_layer")]))
+    counted = () if sized else counted
+    chosen = {name: sizes[name] for name in sized} | dict.fromkeys(counted, True)
+    num_layers = share * (pipeline - len(sized)) + sum(sizes[name] for name in sized) - len(counted)
+    return TrainerLayout(world_size=pipeline, pipeline=pipeline, virtual_pipeline=chunks, **chosen), num_layers
+
+
+@given(layouts())
+def test_stages_hold_the_layers_that_megatron_gives_them(drawn: tuple[TrainerLayout, int]) -> None:
+    layout, num_layers = drawn
+    given_last = layout.pipeline > 2 or layout.first_stage_layers is None  # as models.build tells Megatron
+    config: Any = SimpleNamespace(
+        num_layers=num_layers,
+        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers if given_last else None,
+        account_for_embedding_in_pipeline_split=layout.embedding_is_layer,
+        account_for_loss_in_pipeline_split=layout.head_is_layer,
+    )
+    stages: dict[int, int] = {}
+    for stage in range(layout.pipeline):
+        for chunk in range(layout.virtual_pipeline) if layout.virtual_pipeline else [None]:
+            first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+            layers = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+            stages |= dict.fromkeys(range(first, first + layers), stage)
+    assert layout.stage_of_layers(num_layers) == [stages[layer] for layer in range(num_layers)]
+
+
+def plan_of(layout: ParallelismConfig, folder: str, world_size: int) -> WeightPlan:
+    return plan_weights(
+        weights_of(read_architecture(folder)),
+        TrainerLayout.of(layout, world_size),
+        bucket_bytes=BUCKET_BYTES,
+        dtype="float32",
+    )
+
+
+def num_pieces(plan: WeightPlan) -> int:
+    return sum(len(tensor.pieces) for source in plan.sources for bucket in source.buckets for tensor in bucket.tensors)
+
+
+def check_plans(pairs: list[tuple[ParallelismConfig, str]]) -> list[tuple[list[str], int]]:
+    """Names that this rank sends and number of pieces that it holds, for each pair."""
+    found: list[tuple[list[str], int]] = []
+    for layout, of_layout in groupby(pairs, key=lambda pair: pair[0]):
+        parallel_state.destroy_model_parallel()
+        init_model_parallel(layout, seed=1)
+        found += [check_plan(layout, folder) for _, folder in of_layout]
+    return found
+
+
+@torch.no_grad()
+def check_plan(layout: ParallelismConfig, folder: str) -> tuple[list[str], int]:
+    plan = plan_of(layout, folder, dist.get_world_size())
+    chunks = loaded_model(folder, Head.language_model, layout)
+    assert weight_plan(chunks, BUCKET_BYTES).sources == plan.sources
+    expected = load_file(Path(folder) / "model.safetensors")
+    rank = dist.get_rank()
+    pieces = {
+        tensor.name: (tensor, piece)
+        for source in plan.sources
+        for bucket in source.buckets
+        for tensor, piece in bucket.pieces_of(rank)
+    }
+    held = dict(shards_of_this_rank(chunks))
+    for name, (tensor, piece) in pieces.items():
+        dim = tensor.partition.value
+        part = expected[name] if dim is None else expected[name].narrow(dim, piece.start, piece.stop - piece.start)
+        own = held[name].reshape(-1, *part.shape[1:])[: len(part)]
+        assert torch.equal(own, part), f"{layout}, {folder}, rank {rank}: {name}"
+        assert tensor.meta.shape == list(expected[name].shape)
+    sent: list[str] = []
+    shared = {
+        name: tensor.clone()
+        for meta, flat in iter_export_buckets(chunks, BUCKET_BYTES, shared=True)
+        for name, tensor in open_bucket(meta, flat).items()
+    }
+    mine = [source for source in plan.sources if source.sender == rank]
+    buckets = iter(mine[0].buckets) if mine else iter(())
+    for meta, flat in iter_export_buckets(chunks, BUCKET_BYTES):
+        assert meta == next(buckets).meta and len(flat) == meta.num_bytes
+        for name, tensor in open_bucket(meta, flat).items():
+            assert torch.equal(tensor, expected[name]) and torch.equal(shared.pop(name), tensor)
+        sent += meta.names
+    assert next(buckets, None) is None and not shared
+    return sent, len(pieces)
+
+
+def shards_of_this_rank(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    for chunk in chunks:
+        architecture = chunk.architecture
+        for parameter, mapped in mapped_parameters(chunk):  # type: ignore[arg-type]
+            for part, name in enumerate(mapped.hugging_face):
+                yield (
+                    name,
+                    split(
+                        mapped.transform,
+                        parameter,
+                        part,
+                        num_groups=architecture.num_key_value_heads // tensor,
+                        queries_per_group=architecture.num_attention_heads // architecture.num_key_value_heads,
+                    ),
+                )
