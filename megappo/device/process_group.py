@@ -1,5 +1,6 @@
 """Worlds of processes: the default one, Megatron's model-parallel groups in it, and named groups beside it."""
 
+import ipaddress
 import socket
 from datetime import timedelta
 
@@ -34,13 +35,9 @@ def init_distributed(
     backend.prepare_megatron()
     if backend.kind == "cuda":
         torch.cuda.set_device(backend.device(local_rank))
-    dist.init_process_group(
-        backend.dist_backend,
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    store = _open_store(address, port, world_size=world_size, is_first=rank == 0, timeout=timeout)
+    dist.init_process_group(backend.dist_backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def init_model_parallel(parallelism: ParallelismConfig, *, seed: int, timeout_s: float = 1800.0) -> None:
@@ -128,9 +125,10 @@ def init_named_group(
 
 
 def _open_store(address: str, port: int, *, world_size: int, is_first: bool, timeout: timedelta) -> TCPStore:
-    """Open the store where a group meets; the first rank's listens at that address only, torch's own at all of them."""
-    if not is_first:
-        return TCPStore(address, port, world_size, False, timeout, multi_tenant=True)
+    """Open the store where a group meets. The first rank's listens at that address only, where torch's own would at all
+    of them; under the name of a host, which may mean another address on another host, it does as torch's."""
+    if not is_first or not _is_number(address):
+        return TCPStore(address, port, world_size, is_first, timeout, multi_tenant=True)
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -139,6 +137,15 @@ def _open_store(address: str, port: int, *, world_size: int, is_first: bool, tim
         return TCPStore(address, port, world_size, True, timeout, master_listen_fd=listener.detach())
     finally:
         listener.close()
+
+
+def _is_number(address: str) -> bool:
+    """Whether an address is one, not the name of a host."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def named_group(name: str) -> dist.ProcessGroup:

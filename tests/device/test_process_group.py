@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,3 +111,16 @@ def test_a_name_is_taken_once(world: DistWorld) -> None:
 def test_a_world_that_does_not_hold_whole_models_is_refused(world: DistWorld) -> None:
     with pytest.raises(RankError, match=r"3 processes cannot hold models of tensor 2 x pipeline 1 x context 1 = 2"):
         world.run(nothing, world_size=3, parallelism=ParallelismConfig(tensor=2))
+
+
+def listening_addresses() -> list[str]:
+    return [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
+def test_a_world_listens_at_its_own_address_only(world: DistWorld) -> None:
+    first, _ = world.run(listening_addresses, parallelism=ParallelismConfig(tensor=2))
+    assert first and set(first) == {"127.0.0.1"}
