@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -28,7 +28,8 @@ from megappo.rollout.dispatch import Dispatcher, Work
 from megappo.rollout.usage import UsageMeter
 
 _MAX_FAILED_CALLS = 3
-"""An engine that is well, but fails so many calls without one that succeeds, is restarted."""
+"""An engine that is well, but fails so many calls without one that succeeds, is restarted; a group
+that so many calls in a row fail for, at engines that are well, ends its job."""
 _ABORT_AGAIN_S = 0.5
 """A request that is on its way to an engine when that is told to abort is missed, and aborted the next time."""
 
@@ -59,6 +60,17 @@ class Job:
     complete: int = 0
     stopping: bool = False
     calls: int = 0
+    failures: dict[int, list["_Failure"]] = field(default_factory=dict[int, list["_Failure"]])
+    """By key, those since the group last came back from an engine."""
+
+
+class _Failure(NamedTuple):
+    """A failed call of a group at an engine that is well."""
+
+    engine: int
+    life: int
+    answered: int
+    """Calls that the engine had answered by then."""
 
 
 class Generation:
@@ -85,6 +97,8 @@ class Generation:
         self._next_job = 0
         self._next_key = 0
         self._failed_calls: dict[int, int] = {}
+        self._answered: dict[int, int] = {}
+        """Calls answered, by engine."""
         self._asked: set[int] = set()
         """Engines that are being asked, after a failed call, whether they are well."""
 
@@ -127,6 +141,11 @@ class Generation:
             keeper.state = EngineState.fetching
         return [keeper.index for keeper in fresh]
 
+    def unclaim(self, index: int) -> None:
+        """Let an engine wait for weights again that the caller could not give it."""
+        if self._keepers[index].state is EngineState.fetching:
+            self._keepers[index].state = EngineState.fresh
+
     async def close(self, job: Job) -> None:
         """End a job early; returns when no engine works for it any more."""
         self._stop(job)
@@ -136,7 +155,8 @@ class Generation:
         """Send what engines can take, and move what should go on elsewhere."""
         now = time.monotonic()
         for index, works in self._dispatcher.assign(now):
-            self._spawn(self._send(self._keepers[index], works))
+            keeper, job = self._keepers[index], self._jobs[works[0].batch]
+            self._spawn(self._send(keeper, works, job=job, life=keeper.life))
         for index in self._dispatcher.behind(now):
             self._meter.count_moved(self._dispatcher.suspend(index))
             self._spawn(self._abort(self._keepers[index], None))
@@ -144,10 +164,12 @@ class Generation:
         busy = [index for index in serving if self._dispatcher.holds(index)]
         self._meter.observe(now, generating=bool(self._jobs), engines=serving, busy=busy)
 
-    async def _send(self, keeper: EngineKeeper, works: list[Work]) -> None:
-        """Make one call, and take in what comes back."""
-        job, life = self._jobs.get(works[0].batch), keeper.life
-        if job is None:
+    async def _send(self, keeper: EngineKeeper, works: list[Work], *, job: Job, life: int) -> None:
+        """Make one call, and take in what comes back. `life` is that of the engine when it was dealt the groups."""
+        if keeper.life != life:
+            return  # they are queued again
+        if job.stopping or job.closed.is_set():
+            self._give_back(keeper.index, works, job)
             return
         draws = [job.draws[work.key] for work in works]
         begun = [self._kept.begun(draw) for draw in draws]
@@ -161,15 +183,22 @@ class Generation:
         arguments = [group.ref for group in begun if group is not None]
         refs = keeper.host.generate.options(num_returns=3 * len(works)).remote(call, *arguments)
         # The engine's own deadline, one batch at a time, comes first and says more.
-        timeout_s = self._config.rollout.request_timeout_s * len(works) + 30.0
+        request_timeout_s = self._config.rollout.request_timeout_s
+        timeout_s = request_timeout_s * len(works) + 30.0
         try:
             reports = await asyncio.wait_for(asyncio.gather(*refs[::3]), timeout_s)
         except (RayError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                error = TimeoutError(
+                    f"no answer within {timeout_s:g} s (rollout.request_timeout_s={request_timeout_s:g} for each of "
+                    f"{len(works)} groups: raise it, or lower max_new_tokens={job.sampling.max_new_tokens})"
+                )
             if keeper.life == life:
-                await self._call_failed(keeper, works, error)
+                await self._call_failed(keeper, works, error, job=job)
             return
         if keeper.life == life:
             self._failed_calls[keeper.index] = 0
+            self._answered[keeper.index] = self._answered.get(keeper.index, 0) + 1
             for position, (work, report) in enumerate(zip(works, reports)):
                 self._returned(keeper.index, work, report, *refs[3 * position + 1 : 3 * position + 3])
             self._pump()
@@ -180,6 +209,7 @@ class Generation:
         if self._dispatcher.returned(index, work.key, report.progress, time.monotonic()) is None or job is None:
             return
         draw = job.draws[work.key]
+        job.failures.pop(work.key, None)
         self._meter.keep(report.progress.new_tokens)
         begun_tokens = work.begun_tokens + report.progress.new_tokens
         group = KeptGroup(ref=tokens, engine=index, sequence_ids=draw.sequence_ids, begun_tokens=begun_tokens)
@@ -199,7 +229,7 @@ class Generation:
             self._dispatcher.add([replace(work, begun_tokens=begun_tokens, home=None)])
 
     def _settle(self, job: Job, key: int) -> None:
-        del job.draws[key]
+        job.draws.pop(key, None)  # `end` may have dropped it
         self._close_if_settled(job)
 
     def _close_if_settled(self, job: Job) -> None:
@@ -221,6 +251,12 @@ class Generation:
         for work in self._dispatcher.cancel(job.number):
             self._settle(job, work.key)
 
+    def _give_back(self, index: int, works: Sequence[Work], job: Job) -> None:
+        """Queue what an engine did not do, or drop it with a job that is stopping."""
+        self._dispatcher.give_back(index, [work.key for work in works])
+        if job.stopping or job.closed.is_set():
+            self._drop_queued(job)
+
     async def _abort(self, keeper: EngineKeeper, job: Job | None) -> None:
         """Abort what an engine has; of a job, until it has nothing of that. Groups of other jobs go on afterwards."""
         life = keeper.life
@@ -238,45 +274,73 @@ class Generation:
             if keeper.index not in self._dispatcher.engines_with(job.number):
                 return
 
-    async def _call_failed(self, keeper: EngineKeeper, works: Sequence[Work], error: Exception) -> None:
+    async def _call_failed(self, keeper: EngineKeeper, works: Sequence[Work], error: Exception, *, job: Job) -> None:
         """Find out who is at fault: the request (the job ends), the engine (it is restarted), or nobody for sure (the
         groups are sent again)."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         failure = keeper.failure(error, "generate")
+        life = keeper.life
         if isinstance(error, RayActorError | TimeoutError):
-            self._recovery.fail(keeper.index, failure, life=keeper.life)
+            self._recovery.fail(keeper.index, failure, life=life)
             return
+        self._give_back(keeper.index, works, job)
         if isinstance(cause, RequestError) or not isinstance(cause, EngineError):
-            self._dispatcher.give_back(keeper.index, [work.key for work in works])
-            self._end_job(self._jobs[works[0].batch], failure)
+            self._end_job(job, failure)
+            self._pump()
             return
         self._meter.count_retries(len(works))
-        self._dispatcher.give_back(keeper.index, [work.key for work in works])
         if keeper.index in self._asked:
             return
         self._asked.add(keeper.index)
         self._dispatcher.suspend(keeper.index)
-        life = keeper.life
+        self._pump()  # others may do it meanwhile
         self._failed_calls[keeper.index] = self._failed_calls.get(keeper.index, 0) + 1
         well = await self._recovery.is_well(keeper.index)
-        self._asked.discard(keeper.index)
         if keeper.life != life:
             return
-        if not well or self._failed_calls[keeper.index] >= _MAX_FAILED_CALLS:
+        self._asked.discard(keeper.index)
+        if well and self._blame_groups(job, works, engine=keeper.index, life=life):
+            self._end_job(job, self._describe_groups(job, works, failure))
+        elif not well or self._failed_calls[keeper.index] >= _MAX_FAILED_CALLS:
             self._recovery.fail(keeper.index, failure, life=life)
-        else:
-            self._dispatcher.resume(keeper.index)
-            self._pump()
+            return
+        self._dispatcher.resume(keeper.index)
+        self._pump()
+
+    def _blame_groups(self, job: Job, works: Sequence[Work], *, engine: int, life: int) -> bool:
+        """Note a failed call of groups at an engine that is well. Returns whether they are at fault, not the engines:
+        after so many failures in a row, at different processes or with answers to other groups in between."""
+        failure = _Failure(engine=engine, life=life, answered=self._answered.get(engine, 0))
+        for work in works:
+            if work.key not in job.draws:
+                continue
+            seen = job.failures.setdefault(work.key, [])
+            seen.append(failure)
+            processes = {(one.engine, one.life) for one in seen}
+            if len(seen) >= _MAX_FAILED_CALLS and (len(processes) > 1 or len(set(seen)) >= _MAX_FAILED_CALLS):
+                return True
+        return False
+
+    def _describe_groups(self, job: Job, works: Sequence[Work], failure: MegappoError) -> EngineError:
+        rows = sorted({job.draws[work.key].prompt.row for work in works if work.key in job.draws})
+        named = f"data row {rows[0]}" if len(rows) == 1 else f"one of the data rows {', '.join(map(str, rows))}"
+        return EngineError(
+            f"{named} cannot be answered: {_MAX_FAILED_CALLS} calls in a row failed at engines that are well; the "
+            f"last: {failure}"
+        )
 
     def _end_job(self, job: Job, error: MegappoError) -> None:
-        job.outbox.put(error)
-        self._stop(job)
+        """End a job with an error, unless it has what was wanted of it already."""
+        if not job.stopping:
+            job.outbox.put(error)
+            self._stop(job)
 
     def engine_left(self, index: int) -> int:
         """Queue what an engine had."""
         lost = self._dispatcher.remove_engine(index)
         self._meter.count_retries(len(lost))
         self._failed_calls.pop(index, None)
+        self._asked.discard(index)
         for job in [job for job in self._jobs.values() if job.stopping]:
             self._drop_queued(job)
         self._pump()

@@ -105,7 +105,7 @@ class HandOver:
     def connect(self, engines: Sequence[int], version: int) -> None:
         """Open senders to these engines, unless they are. Raises AttemptFailed."""
         wanted = [(engine, self._rollout.life(engine)) for engine in engines]
-        if wanted == self._connected and self._flow is not Flow.stored:
+        if wanted == self._connected and self._flow is Flow.streamed:
             return
         self._disconnect()
         self._generation += 1
@@ -188,6 +188,8 @@ class HandOver:
             raise
         if self._flow is Flow.stored:
             self._versions.keep(version)
+        if self._flow is Flow.handed:
+            self._disconnect()  # senders would keep the memory of their last bucket until the next hand-over
         return sent
 
     def load_kept(self, engine: int, version: int, sent: dict[str, str]) -> bool:
@@ -217,7 +219,16 @@ class HandOver:
 
     def _hand(self, engines: Sequence[int], version: int) -> dict[str, str]:
         """Have the engines open bucket after bucket. A rank feeds others while it gathers its own, so every rank is
-        kept going that does not hold a bucket of its own."""
+        kept going that does not hold a bucket of its own, also when an engine fails."""
+        try:
+            return self._hand_all(engines)
+        except AttemptFailed:
+            # Not waited for: whatever these ranks are asked next comes after it.
+            for source in self._sources:
+                self._actor.call(source.rank, "drop_weights")
+            raise
+
+    def _hand_all(self, engines: Sequence[int]) -> dict[str, str]:
         senders = {source.rank for source in self._sources}
         finishing = [self._actor.call(rank, "send_weights") for rank in self._feeding if rank not in senders]
         first = {source.rank: self._actor.call(source.rank, "send_bucket") for source in self._sources}

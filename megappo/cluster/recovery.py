@@ -19,6 +19,9 @@ from megappo.rollout.usage import UsageMeter
 
 logger = get_logger(__name__)
 
+_ANSWER_S = 30.0
+"""What an answer may take over the engine's own deadline, which comes first and says more."""
+
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 """Runs a coroutine in the background; an exception that leaves it ends the run."""
 
@@ -73,6 +76,7 @@ class EngineRecovery:
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._changed = asyncio.Event()
+        self._last_failure = "no engine was started"
         self.broken: MegappoError | None = None
         """Why nothing can be generated any more."""
         self.user: EngineUser
@@ -98,20 +102,21 @@ class EngineRecovery:
             self.user.engine_serves(keeper.index)
 
     def fail(self, index: int, error: MegappoError, *, life: int) -> None:
-        """Take an engine out of service and start it anew, or end the run. Nothing happens where `life` is over: what
-        failed then has been replaced."""
+        """Take an engine out of service and start it anew, or end the run. Nothing happens where `life` is over or the
+        engine is down already: what failed then has been or will be replaced."""
         keeper = self._keepers[index]
-        if keeper.life != life or self.broken is not None:
+        if keeper.life != life or keeper.state in (EngineState.down, EngineState.lost) or self.broken is not None:
             return
         logger.warning("%s", error)
         keeper.kill()
         groups = self.user.engine_left(index)
         self._failed_at.setdefault(index, time.monotonic())
-        reason = str(error).splitlines()[0]
+        reason = self._last_failure = str(error).splitlines()[0]
+        self._tell_waiting()
         restart, limit = keeper.count_restart(), self._limits.max_restarts
         if restart is not None:
             self._meter.count_restart()
-            delay_s = min(self._limits.backoff_s * 2 ** (restart - 1), self._limits.max_backoff_s)
+            delay_s = self._backoff_s(restart)
             moved = f"; its {groups} unfinished groups go on elsewhere or after its restart" if groups else ""
             self._say(f"{reason}{moved}; restart {restart} of {limit} in {delay_s:g} s")
             self._spawn(self._restart(keeper, delay_s))
@@ -121,18 +126,17 @@ class EngineRecovery:
             self._say(f"{reason}; given up after {limit} restarts within an hour")
         if limit == 0 or all(other.state is EngineState.lost for other in self._keepers):
             self.broken = EngineError(f"no rollout engine is left: {error}") if limit > 0 else error
-            self._tell_waiting()
             self.user.end(self.broken)
 
     async def _restart(self, keeper: EngineKeeper, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        await self._may_start.wait()
+        while not self._may_start.is_set():  # it may be cleared again before this goes on
+            await self._may_start.wait()
         keeper.launch()
         life = keeper.life
         try:
             keeper.place = await asyncio.wait_for(keeper.call("identity").ref, self._config.cluster.start_timeout_s)
-            # The engine's own deadline comes first and says more.
-            timeout_s = self._config.rollout.start_timeout_s + 30.0
+            timeout_s = self._config.rollout.start_timeout_s + _ANSWER_S
             at_once = await asyncio.wait_for(keeper.call("start").ref, timeout_s)
         except (RayError, TimeoutError) as error:
             self.fail(keeper.index, keeper.failure(error, "restart"), life=life)
@@ -179,19 +183,53 @@ class EngineRecovery:
         return True
 
     async def wait_in_service(self) -> None:
-        """Return when an engine can take part in a hand-over. Raises EngineError when none ever will."""
-        while self.broken is None and not any(keeper.in_service for keeper in self._keepers):
-            self._changed.clear()
-            await self._changed.wait()
+        """Return when an engine can take part in a hand-over; restarts that were held back begin.
+
+        Raises:
+            EngineError: none ever will, or none did in the time in which all its restarts fail or one succeeds.
+        """
+        self.allow_starts()
+        limit_s = self._longest_recovery_s()
+        try:
+            await asyncio.wait_for(self._wait_until(self._is_settled), limit_s)
+        except TimeoutError:
+            raise EngineError(
+                f"no rollout engine came back within {limit_s:g} s, what rollout.recovery.max_restarts="
+                f"{self._limits.max_restarts} restarts may take; the last failure: {self._last_failure} (raise "
+                f"rollout.start_timeout_s={self._config.rollout.start_timeout_s:g} if engines only start slowly)"
+            ) from None
         if self.broken is not None:
             raise self.broken
 
-    def allow_starts(self, allowed: bool) -> None:
-        """Hold restarts back while another role has the devices."""
-        if allowed:
-            self._may_start.set()
-        else:
-            self._may_start.clear()
+    def _is_settled(self) -> bool:
+        return self.broken is not None or any(keeper.in_service for keeper in self._keepers)
+
+    async def _wait_until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _backoff_s(self, restart: int) -> float:
+        """Return the wait before a restart, which count from 1."""
+        return min(self._limits.backoff_s * 2 ** (restart - 1), self._limits.max_backoff_s)
+
+    def _longest_recovery_s(self) -> float:
+        """Return the time after which an engine serves or is given up."""
+        start_s = self._config.cluster.start_timeout_s + self._config.rollout.start_timeout_s + _ANSWER_S
+        restarts = range(1, self._limits.max_restarts + 1)
+        return sum(self._backoff_s(restart) + start_s for restart in restarts) + _ANSWER_S
+
+    def allow_starts(self) -> None:
+        """Let restarts begin."""
+        self._may_start.set()
+
+    async def hold_starts(self) -> None:
+        """Hold restarts back while another role has the devices; returns once no engine is starting any more, at the
+        latest at the deadline of a start."""
+        self._may_start.clear()
+        await self._wait_until(
+            lambda: self.broken is not None or all(keeper.state is not EngineState.starting for keeper in self._keepers)
+        )
 
     def _tell_waiting(self) -> None:
         self._changed.set()

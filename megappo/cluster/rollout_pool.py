@@ -56,11 +56,15 @@ class RolloutPool:
         device: DeviceKind,
         log_dir: Path,
         note: Callable[[str], None] = logger.info,
+        restarts_wait: bool | None = None,
     ) -> None:
-        """Begin to start the engines. `note` is told, from any thread, of engines that fail and come back."""
+        """Begin to start the engines. `note` is told, from any thread, of engines that fail and come back.
+        `restarts_wait`: whether no engine may be started while the pool sleeps, since its devices are in use; None: on
+        CUDA."""
         self._config = config
-        self._restarts_wait = device is DeviceKind.cuda
-        """Whether no engine may be started while the pool sleeps: its devices are in use."""
+        self._restarts_wait = device is DeviceKind.cuda if restarts_wait is None else restarts_wait
+        self._asleep: dict[int, int] = {}
+        """Engines that sleep, and the number of the process that does."""
         self._holders: list[Any] = []
         width = config.rollout.tensor
         self._keepers: list[EngineKeeper] = []
@@ -187,13 +191,14 @@ class RolloutPool:
         Raises:
             EngineError: no engine is left, or `rollout.recovery.max_restarts` is 0 and one failed.
             RequestError: no engine can answer one of the prompts.
+            WorkerError: the trainer failed while it gave a restarted engine its weights.
         """
         for engine in self._run(self._generation.claim_fresh):
             self._give_weights(engine)
         job = self._run(lambda: self._generation.open(draws, sampling, seed=seed, wanted=wanted))
         try:
             yield from self._read(job)
-        except GeneratorExit:
+        except (GeneratorExit, WorkerError):
             self._wait(self._generation.close(job))
             raise
 
@@ -207,13 +212,17 @@ class RolloutPool:
                 yield message
 
     def _give_weights(self, engine: int) -> None:
-        """Bring an engine that was restarted to the weights of the last hand-over, and let it take prompts."""
+        """Bring an engine that was restarted to the weights of the last hand-over, and let it take prompts. What fails
+        at the trainer is no fault of the engine's: WorkerError is raised, and the engine goes on waiting."""
         keeper = self._keepers[engine]
         life = keeper.life
         try:
             self._restore(engine)
-        except (EngineError, WorkerError) as error:
+        except EngineError as error:
             self._fail(keeper, life, error)
+        except WorkerError:
+            self._run(lambda: self._generation.unclaim(engine))
+            raise
         else:
             self.admit([engine])
 
@@ -237,19 +246,20 @@ class RolloutPool:
         if not engines:
             return None
         pieces: list[tuple[int, Ref[Any]]] = []
-        done: list[tuple[EngineKeeper, Call]] = []
+        done: list[tuple[EngineKeeper, int, Call]] = []
         for engine, (parts, groups) in self._kept.by_engine(shards, engines).items():
             keeper = self._keepers[engine]
+            life = keeper.life
             first, *refs = keeper.host.pack.options(num_returns=1 + len(parts)).remote(list(parts.values()), *groups)
-            done.append((keeper, Call(ref=first, worker=keeper.name, log_paths=keeper.log_paths)))
+            done.append((keeper, life, Call(ref=first, worker=keeper.name, log_paths=keeper.log_paths)))
             pieces += zip(parts, refs)
         return pieces if self._gather_each(done, "pack", self._config.rollout.request_timeout_s) else None
 
-    def _gather_each(self, calls: Sequence[tuple[EngineKeeper, Call]], phase: str, timeout_s: float) -> bool:
-        """Wait for calls to engines; one that fails is taken out of service. Returns whether all were answered."""
-        lives = [keeper.life for keeper, _ in calls]
+    def _gather_each(self, calls: Sequence[tuple[EngineKeeper, int, Call]], phase: str, timeout_s: float) -> bool:
+        """Wait for calls to processes of engines, given with their numbers; an engine that fails is taken out of
+        service. Returns whether all were answered."""
         well = True
-        for (keeper, call), life in zip(calls, lives):
+        for keeper, life, call in calls:
             try:
                 gather([call], phase=phase, timeout_s=timeout_s)
             except (EngineError, WorkerError) as error:
@@ -260,25 +270,32 @@ class RolloutPool:
         return well
 
     def sleep(self) -> None:
-        """Release engine memory for training."""
-        self._recovery_may_start(not self._restarts_wait)
+        """Release engine memory for training. Where devices are shared, an engine that is starting is waited for and
+        sleeps, too, and others are started only when the weights come back."""
+        if self._restarts_wait:
+            self._wait(self._recovery.hold_starts())
+        self._asleep = {keeper.index: keeper.life for keeper in self._keepers if keeper.in_service}
         self._change_memory("sleep")
 
     def wake_weights(self) -> None:
-        """Take back the memory of the weights."""
+        """Take back the memory of the weights; from now on engines may be started again, since the hand-over waits for
+        one where none is left."""
+        self._run(self._recovery.allow_starts)
         self._change_memory("wake_weights")
 
     def wake_cache(self) -> None:
-        """Take back the rest; from now on engines may be started again."""
+        """Take back the rest."""
         self._change_memory("wake_cache")
-        self._recovery_may_start(True)
-
-    def _recovery_may_start(self, allowed: bool) -> None:
-        self._run(lambda: self._recovery.allow_starts(allowed))
+        self._asleep = {}
 
     def _change_memory(self, method: str) -> None:
+        """Call a method of the engines that sleep: a process that was started since then knows nothing of it."""
         start = time.perf_counter()
-        calls = [(keeper, keeper.call(method)) for keeper in self._keepers if keeper.in_service]
+        calls = [
+            (keeper, life, keeper.call(method))
+            for keeper in self._keepers
+            if keeper.in_service and self._asleep.get(keeper.index) == (life := keeper.life)
+        ]
         self._gather_each(calls, method, self._config.weight_sync.timeout_s)
         logger.info("%s: %d engines, %.3f s", method, len(calls), time.perf_counter() - start)
 

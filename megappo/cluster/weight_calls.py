@@ -56,11 +56,11 @@ def settle(
     failures: dict[Any, Failure] = {}
     pending = [call.ref for _, call in owners]
     by_ref = {call.ref: (engine, call) for engine, call in owners}
-    deadline = time.monotonic() + timeout_s
+    deadline, limit = time.monotonic() + timeout_s, f"within {timeout_s:g} s"
     while pending:
         ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            late = TimeoutError(f"no answer within {timeout_s:.0f} s")
+            late = TimeoutError(f"no answer {limit}")
             for ref in pending:
                 failures[ref] = _failure(*by_ref[ref], late, phase)
             break
@@ -69,7 +69,8 @@ def settle(
         except RayError as error:
             if not failures:
                 on_failure()
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                if (grace := time.monotonic() + _GRACE_S) < deadline:
+                    deadline, limit = grace, f"within {_GRACE_S:g} s of the first failure"
             failures[ready[0]] = _failure(*by_ref[ready[0]], error, phase)
     return [] if failures else [ray.get(call.ref) for call in trainer], list(failures.values())
 

@@ -16,6 +16,7 @@ from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.observability.logging import get_logger
 from megappo.observability.metrics import Metrics, maximum, total
+from megappo.weight_sync.disk import versions_folder
 from megappo.weights.checksums import HeldTensor, choose_held
 
 logger = get_logger(__name__)
@@ -36,7 +37,7 @@ class RayWeightSync:
         self._health_timeout_s = config.rollout.recovery.hang_timeout_s
         self._actor = actor
         self._rollout = rollout
-        folder = run_folder / "weights" if settings.folder is None else Path(settings.folder).absolute()
+        folder = versions_folder(settings.folder, run_name=config.run.name, run_folder=run_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._hand_over = HandOver(config, actor=actor, rollout=rollout, backend=backend, folder=folder)
         # Engines of a run are alike.

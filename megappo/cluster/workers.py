@@ -315,6 +315,10 @@ class ActorWorker(TrainingWorker):
         """Send, and feed to others, all that is left; returns the wanted checksums of what this rank sent."""
         return self._source.send_rest()
 
+    def drop_weights(self) -> None:
+        """Go through all that is left without sending it, so that ranks which feed this one end."""
+        self._source.drop_rest()
+
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (all ranks take part)."""
         self.trainer.save_hf(folder)

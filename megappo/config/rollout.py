@@ -118,7 +118,11 @@ class RolloutConfig:
 
 
 class PauseMode(Enum):
-    """What becomes of sequences under way while new weights are handed over."""
+    """What becomes of sequences under way while new weights are handed over.
+
+    Without effect in a run as of now: both controllers hand weights over only when no sequence is under way. It matters
+    to code that drives a `RolloutEngine` by itself.
+    """
 
     retract = "retract"
     """They go back to the queue; what they have sampled stays, their cache is computed again with the new weights."""
@@ -138,7 +142,8 @@ class VerifyMode(Enum):
     sampled = "sampled"
     """A few tensors, others each time. After a failed attempt: all of them."""
     full = "full"
-    """All tensors that the engine can read back."""
+    """All tensors that the engine can read back. Of SGLang that leaves out the experts of a sparse model and, on a CPU,
+    what SGLang pads there: they are sent and never compared."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,10 +158,12 @@ class WeightSyncConfig:
     timeout_s: float = 120.0
     """Deadline of every call of one hand-over."""
     pause: PauseMode | None = None
-    """None: as the engine can, retract for sglang and wait for hf."""
+    """None: as the engine can, retract for sglang and wait for hf. Without effect in a run as of now, since
+    nothing is under way at its hand-overs (see `PauseMode`)."""
     retries: int = 1
     """How often a hand-over that failed is tried again with the same engines before one that failed is restarted."""
     verify: VerifyMode = VerifyMode.sampled
     folder: str | None = None
-    """Of transport=disk: where model folders are written, seen by the trainer and by all engines under this name.
-    Must be given where the run spreads over machines. None: in the folder of the run."""
+    """Of transport=disk: where model folders are written, seen by the trainer and by all engines under this name:
+    in a folder of the run's name inside it, in which only the last verified version stays. Must be given where the run
+    spreads over machines. None: in the folder of the run."""

@@ -83,6 +83,15 @@ def running_engines_are_named(config: RunConfig) -> list[Violation]:
     return violations
 
 
+def slow_engines_are_slower(config: RunConfig) -> list[Violation]:
+    """An engine counts as slow only if it is slower than idle ones: else prompts move to and fro between equal ones."""
+    factor = config.rollout.recovery.slow_factor
+    if factor > 1:
+        return []
+    rule, remedy = "must be above 1", "2.0 moves prompts away from engines of half the speed"
+    return [Violation(key="rollout.recovery.slow_factor", value=factor, rule=rule, remedy=remedy)]
+
+
 def _is_server_address(url: str) -> bool:
     """Whether a URL holds a scheme, a host and perhaps a port: no path and no key (it would be stored with the run)."""
     try:

@@ -55,6 +55,7 @@ _CONFIG_RULES = (
     rollout_rules.sampling_can_be_obeyed,
     rollout_rules.sequences_fit_the_cache,
     rollout_rules.running_engines_are_named,
+    rollout_rules.slow_engines_are_slower,
     name_rules.reward_workers_fit_their_pool,
     layout_rules.pool_of_each_role_exists,
     layout_rules.model_fits_its_pool,

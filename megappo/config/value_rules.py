@@ -19,7 +19,7 @@ _POSITIVE = (
     "rollout.start_timeout_s rollout.request_timeout_s rollout.sglang.max_total_tokens "
     "rollout.sglang.mem_fraction_static rollout.sglang.max_running_requests "
     "rollout.parity.dump_tokens rollout.parity.dump_files "
-    "rollout.recovery.health_interval_s rollout.recovery.hang_timeout_s rollout.recovery.slow_factor "
+    "rollout.recovery.health_interval_s rollout.recovery.hang_timeout_s "
     "weight_sync.bucket_bytes weight_sync.timeout_s "
     "cluster.num_cpus cluster.start_timeout_s cluster.object_store_bytes "
     "data.max_prompt_tokens data.train.size data.validation.size reward.workers reward.timeout_s "

@@ -16,6 +16,8 @@ from megappo.errors import EngineError, RequestError
 _DYING_S = 3.0
 """How long a server whose connection broke may take to end, before the error is written without its exit code."""
 
+_LONG_RESPONSE = " (rollout.request_timeout_s: raise it if responses take longer, or lower max_new_tokens)"
+
 _NO_ENTRY = (401, 403)
 
 _KEEP_ALIVE_S = 2.0
@@ -98,7 +100,8 @@ class SGLangClient:
             async with self._session.request(method, path, data=data, timeout=timeout) as response:
                 content = await response.read()
         except TimeoutError:
-            raise await self._failure(phase, f"no answer within {timeout_s:g} s") from None
+            longest = "" if phase != "generate" else _LONG_RESPONSE
+            raise await self._failure(phase, f"no answer within {timeout_s:g} s{longest}") from None
         except aiohttp.ClientError as error:
             reason = f"connection broke ({type(error).__name__}: {error})"
             raise await self._failure(phase, reason, wait_s=_DYING_S) from error

@@ -1,7 +1,7 @@
 """Hand-over through a model folder that trainer and engines see: safetensors shards, given their name when complete.
 
-The folder holds `version-<v>` (a whole Hugging Face folder) and VERSION.json, which names the one that was verified
-last. That one stays until another has been.
+The folder of a run holds `version-<v>` (a whole Hugging Face folder) and VERSION.json, which names the one that was
+verified last. That one stays until another has been.
 """
 
 import json
@@ -44,8 +44,13 @@ class DiskSender:
         """All files are closed."""
 
 
+def versions_folder(configured: str | None, *, run_name: str, run_folder: Path) -> Path:
+    """Return the folder of a run's versions: one of its own in `weight_sync.folder`, which runs may share."""
+    return run_folder / "weights" if configured is None else Path(configured).absolute() / run_name
+
+
 class VersionFolder:
-    """The folder of a run's hand-overs, as the process that leads them sees it."""
+    """The folder of a run's hand-overs, as the process that leads them sees it; all versions in it are the run's."""
 
     def __init__(self, folder: Path, *, source: Path) -> None:
         """`source` is the model folder whose config and tokenizer go along."""

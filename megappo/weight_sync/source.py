@@ -29,11 +29,21 @@ class WeightSource:
             self._send(*bucket)
         return self._checksums.result()
 
+    def drop_rest(self) -> None:
+        """Take all that is left without sending it: ranks that feed this source wait until their part is taken, and
+        this one may have others to feed."""
+        for _ in self._buckets:
+            pass
+
     def _send(self, *bucket: *Bucket) -> dict[int, bytes]:
+        """Send one bucket. Where that fails, the rest is dropped, so that no other rank waits for this one."""
         meta, flat = bucket
         assert self._sender is not None, f"nothing to send the bucket from {meta.names[0]} with"
         self._checksums.see(meta, flat)
         try:
             return self._sender.send(meta, flat)
-        except RuntimeError as error:  # torch's, of a broken group
-            raise WorkerError(f"bucket from {meta.names[0]}: send: {error}") from error
+        except Exception as error:
+            self.drop_rest()
+            if isinstance(error, RuntimeError):  # torch's, of a broken group
+                raise WorkerError(f"bucket from {meta.names[0]}: send: {error}") from error
+            raise

@@ -101,6 +101,7 @@ def start_engines(
     *speeds: float,
     at_once: int | None = 8,
     recovery: RecoveryConfig = FAST,
+    restarts_wait: bool | None = None,
     **more: Any,  # of RolloutConfig
 ) -> tuple[Engines, Placement]:
     """Start scripted engines of these speeds, and give them version 1."""
@@ -120,7 +121,9 @@ def start_engines(
     placement = Placement(config.cluster, roles={"rollout": folder.name}, gpu=False)
     lines: list[str] = []
     slots = placement.slots("rollout", len(speeds))
-    pool = RolloutPool(config, slots=slots, device=DeviceKind.cpu, log_dir=folder, note=lines.append)
+    pool = RolloutPool(
+        config, slots=slots, device=DeviceKind.cpu, log_dir=folder, note=lines.append, restarts_wait=restarts_wait
+    )
     made = Engines(pool=pool, folder=folder, lines=lines)
     pool.finish_start(pool.start(), timeout_s=120.0)
     pool.restore_with(made.restore)

@@ -1,5 +1,6 @@
 """The rollout pool over scripted engines in real processes: what comes back, once and whole, whatever engines do."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -8,10 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from megappo.config.rollout import RecoveryConfig
+from megappo.cluster import recovery
+from megappo.config.cluster import ClusterConfig
+from megappo.config.rollout import RecoveryConfig, RolloutConfig
+from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, FinishedGroup
-from megappo.errors import EngineError, RequestError
+from megappo.errors import EngineError, RequestError, WorkerError
 from megappo.observability.metrics import values
+from megappo.rollout.usage import UsageMeter
 from tests.cluster.conftest import SAMPLING, Engines, Start
 
 
@@ -132,6 +137,48 @@ def test_a_refused_prompt_ends_the_call_and_blames_no_engine(pair: Engines) -> N
     assert pair.lines == []
 
 
+def test_a_prompt_that_fails_everywhere_ends_the_call_by_its_row_and_restarts_no_engine(pair: Engines) -> None:
+    poison = pair.draws([5], start=98)
+    row = poison[0].prompt.row
+    with pytest.raises(EngineError, match=rf"^data row {row} cannot be answered: 3 calls in a row failed at engines"):
+        list(pair.pool.generate([*pair.draws([5] * 4), *poison], SAMPLING, seed=0))
+    wanted = pair.draws([5] * 4)
+    check_all_once(pair, wanted, list(pair.pool.generate(wanted, SAMPLING, seed=0)))
+    metrics = values(pair.pool.take_metrics())
+    assert metrics["rollout/engine_restarts"] == 0 and metrics["rollout/retries"] >= 3
+
+
+def test_a_call_that_fails_while_its_job_stops_does_not_keep_it_open(pair: Engines) -> None:
+    stream = pair.pool.generate(pair.draws([2, 20, 20, 20]), SAMPLING, seed=0)
+    next(stream)
+    for engine in range(2):
+        pair.fault(engine, "errors")
+    closing = threading.Thread(target=stream.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    for engine in range(2):
+        pair.fault(engine, "")
+    assert not closing.is_alive()
+
+
+def test_a_failure_of_the_trainer_is_not_blamed_on_the_engine_that_it_should_restore(pair: Engines) -> None:
+    def fail(engine: int) -> None:
+        raise WorkerError(f"actor rank 0 failed in the hand-over to {engine}")
+
+    pair.pool.restore_with(fail)
+    pair.pool.quarantine(0, "tired")
+    deadline = time.monotonic() + 60
+    while len(pair.pool.in_service()) < 2:
+        assert time.monotonic() < deadline, pair.lines
+        time.sleep(0.1)
+    with pytest.raises(WorkerError, match="actor rank 0 failed in the hand-over to 0"):
+        list(pair.pool.generate(pair.draws([5] * 4), SAMPLING, seed=0))
+    pair.pool.restore_with(pair.restore)
+    wanted = pair.draws([5] * 8)
+    check_all_once(pair, wanted, list(pair.pool.generate(wanted, SAMPLING, seed=0)))
+    assert values(pair.pool.take_metrics())["rollout/engine_restarts"] == 1
+
+
 def test_a_reader_that_stops_reading_leaves_the_engines_free(pair: Engines) -> None:
     wanted = pair.draws([2, 20, 20, 20])
     stream = pair.pool.generate(wanted, SAMPLING, seed=0)
@@ -169,6 +216,53 @@ def test_engines_sleep_and_wake_in_the_order_of_a_step(pair: Engines) -> None:
     pair.pool.wake_cache()
     logs = sorted(pair.folder.glob("engine-1*.log"), key=lambda path: path.stat().st_mtime)
     assert logs[-1].read_text().split()[-3:] == ["sleep", "wake_weights", "wake_cache"]
+
+
+def memory_calls(engines: Engines, restart: int) -> list[str]:
+    """What the only engine was told about its memory after so many restarts."""
+    suffix = f"-restart-{restart}" if restart else ""
+    lines = (engines.folder / f"engine-0{suffix}.log").read_text().splitlines()
+    return [line for line in lines if not line.startswith("scripted engine")]
+
+
+def test_engines_on_shared_devices_that_die_asleep_or_start_meanwhile_are_told_only_what_they_can_do(
+    engines: Start,
+) -> None:
+    here = engines(200.0, restarts_wait=True)
+    here.pool.sleep()
+    os.kill(here.pid(0), signal.SIGKILL)
+    here.pool.wake_weights()  # finds it dead
+    here.pool.revive()
+    here.hand_over(2)
+    here.pool.wake_cache()
+    assert memory_calls(here, 0) == ["sleep"] and memory_calls(here, 1) == []
+
+    here.pool.quarantine(0, "tired")
+    deadline = time.monotonic() + 60
+    while not (here.folder / "rollout-0-restart-2.log").exists():
+        assert time.monotonic() < deadline, here.lines
+        time.sleep(0.02)
+    here.pool.sleep()  # while it starts
+    here.pool.wake_weights()
+    here.hand_over(3)
+    here.pool.wake_cache()
+    assert memory_calls(here, 2) == ["sleep", "wake_weights", "wake_cache"]
+
+
+def test_the_wait_for_an_engine_ends_when_all_restarts_should_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_ANSWER_S", 0.1)
+    limits = RecoveryConfig(max_restarts=2, backoff_s=0.1, max_backoff_s=0.1)
+    config = RunConfig(
+        rollout=RolloutConfig(start_timeout_s=0.05, recovery=limits), cluster=ClusterConfig(start_timeout_s=0.05)
+    )
+
+    async def wait() -> None:
+        made = recovery.EngineRecovery(config, [], meter=UsageMeter(), note=print, spawn=lambda work: work.close())
+        await made.wait_in_service()
+
+    # Two restarts of 0.1 s wait, two deadlines of 0.05 s and 0.1 s for the answer; and 0.1 s more.
+    with pytest.raises(EngineError, match=r"came back within 0\.7 s, what .*max_restarts=2 .*start_timeout_s=0\.05"):
+        asyncio.run(wait())
 
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, marks=pytest.mark.slow) for fault in ("die", "hang", "errors")])

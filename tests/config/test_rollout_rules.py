@@ -33,6 +33,13 @@ def test_sampling_that_cannot_be_obeyed_is_refused(
     assert found.startswith(f"rollout.{section}.{message}")
 
 
+def test_an_engine_as_fast_as_the_others_cannot_count_as_slow(config: RunConfig) -> None:
+    config.rollout.recovery.slow_factor = 1.0
+    assert messages(config) == [
+        "rollout.recovery.slow_factor=1.0 must be above 1 (2.0 moves prompts away from engines of half the speed)"
+    ]
+
+
 def test_the_transformers_engine_can_hold_end_tokens_back(config: RunConfig) -> None:
     config.rollout.engine, config.rollout.sampling.min_new_tokens = "hf", 3
     assert messages(config) == []

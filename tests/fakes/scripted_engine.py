@@ -2,7 +2,7 @@
 
 A prompt [start, length] gets `length` tokens start, start + 1, ... mod 50 (fewer, and the finish reason `length`, where
 the budget is shorter), the log-prob of token t is -(t + 1) / 1000, and its version is that of the last hand-over. A
-prompt that begins with 99 is refused.
+prompt that begins with 99 is refused, and one that begins with 98 always fails at an engine that is well.
 
 The folder of the engine's log holds `script.json`: {"speed": [tokens per second of a sequence, by engine],
 "at_once": ...}. A file `fault-<engine>` there takes effect at the next token: `die` (the process is killed), `hang`
@@ -29,6 +29,7 @@ from megappo.rollout.engine import (
 )
 
 REFUSED = 99
+FAILS = 98
 SLOW = 50.0
 """How many times slower an engine is under the fault `slow`."""
 
@@ -61,6 +62,8 @@ class ScriptedEngine:
     ) -> AsyncIterator[GroupOutput]:
         if any(request.prompt_tokens[0] == REFUSED for request in requests):
             raise RequestError(f"{self._name}: generate: a prompt begins with {REFUSED}")
+        if any(request.prompt_tokens[0] == FAILS for request in requests):
+            raise EngineError(f"{self._name}: generate: no answer within 0 s")
         await self._meet_fault()
         if self.at_once is None:
             self._note(f"{len(requests)} groups")

@@ -122,6 +122,13 @@ class _Sender:
         self._version = 1
         self._fails = False
         self._sender: WeightSender | None = None
+        self._ended = 0
+
+    def ended_exports(self) -> int:
+        return self._ended
+
+    def shared_mappings(self) -> int:
+        return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
 
     def set(self, version: int, fails: bool) -> None:
         self._version, self._fails = version, fails
@@ -154,12 +161,16 @@ class _Sender:
             if self._fails and bucket is BUCKETS[1]:
                 raise ValueError("the weights are gone")
             yield bucket, content(self._version, bucket.names[0]).view(-1).view(torch.uint8)
+        self._ended += 1
 
     def send_bucket(self) -> dict[int, bytes]:
         return self._source.send_next()
 
     def send_weights(self) -> dict[str, str]:
         return self._source.send_rest()
+
+    def drop_weights(self) -> None:
+        self._source.drop_rest()
 
 
 class SendingTrainer:
@@ -173,6 +184,14 @@ class SendingTrainer:
         """Let the next hand-over be of these weights, or fail in the trainer."""
         ray.get(self._sender.set.remote(version, fails))
         self.num_updates += 1
+
+    def ended_exports(self) -> int:
+        """Return how many exports were iterated to their end: what ranks that feed another one wait for."""
+        return ray.get(self._sender.ended_exports.remote())
+
+    def shared_mappings(self) -> int:
+        """Return how many pieces of memory the trainer's process shares with others, or did and has not given up."""
+        return ray.get(self._sender.shared_mappings.remote())
 
     def call(self, rank: int, method: str, *args: Any) -> Call:
         ref = getattr(self._sender, method).remote(*args)

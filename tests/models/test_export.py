@@ -22,13 +22,15 @@ from safetensors.torch import load_file
 
 from megappo.config.parallelism import ParallelismConfig
 from megappo.device.process_group import init_model_parallel
+from megappo.errors import WorkerError
 from megappo.models.architecture import read_architecture
 from megappo.models.build import Head
-from megappo.models.export import iter_export_buckets, weight_plan
+from megappo.models.export import iter_export_buckets, plan_export, weight_plan
 from megappo.models.families import FAMILIES
 from megappo.models.parameters import mapped_parameters
 from megappo.models.weight_shapes import weights_of
-from megappo.weights.buckets import open_bucket
+from megappo.weight_sync.source import WeightSource
+from megappo.weights.buckets import BucketMeta, open_bucket
 from megappo.weights.layouts import TrainerLayout
 from megappo.weights.plan import WeightPlan, plan_weights
 from megappo.weights.transforms import split
@@ -183,6 +185,67 @@ def check_plan(layout: ParallelismConfig, folder: str) -> tuple[list[str], int]:
         sent += meta.names
     assert next(buckets, None) is None and not shared
     return sent, len(pieces)
+
+
+class FailingSender:
+    """Keeps what it is to send, and fails at one bucket."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self._fails_at = fails_at
+        self._number = 0
+        self.sent: dict[str, torch.Tensor] = {}
+
+    def open(self) -> None: ...
+
+    def send(self, bucket: BucketMeta, flat: torch.Tensor) -> dict[int, bytes]:
+        self._number += 1
+        if self._number == self._fails_at:
+            raise RuntimeError("Connection closed by an engine")
+        self.sent |= open_bucket(bucket, flat.clone())
+        return {}
+
+    def close(self) -> None: ...
+
+
+def test_a_failed_hand_over_leaves_no_rank_waiting_and_the_next_one_is_right(
+    world: DistWorld, make_model: MakeModel
+) -> None:
+    folder = str(make_model("qwen2"))
+    # Ranks that wait for ever fail it: the time limit ends them.
+    first, second = world.run(
+        fail_and_send_again, parallelism=ParallelismConfig(tensor=2), timeout_s=100.0, folder=folder
+    )
+    assert sorted(first + second) == sorted(2 * list(load_file(Path(folder) / "model.safetensors")))
+
+
+def fail_and_send_again(folder: str) -> list[str]:
+    """For each way of gathering: the sender fails at a bucket, is told to drop the rest, and sends all. Returns the
+    names of what it then sent."""
+    chunks = loaded_model(folder, Head.language_model, ParallelismConfig(tensor=2))
+    expected = load_file(Path(folder) / "model.safetensors")
+    plan = plan_export(chunks, BUCKET_BYTES)
+    assert plan.takes_part and (len(plan.buckets) >= 3 if plan.sends else not plan.buckets)
+    names: list[str] = []
+    for shared in (False, True):
+        source = WeightSource(
+            iter_export_buckets(chunks, BUCKET_BYTES, shared=shared), FailingSender(2) if plan.sends else None
+        )
+        if plan.sends:
+            with pytest.raises(WorkerError, match=r"^bucket from .*: send: Connection closed by an engine$"):
+                source.send_rest()
+        else:
+            assert source.send_rest() == {}
+        source = WeightSource(iter_export_buckets(chunks, BUCKET_BYTES, shared=shared), FailingSender())
+        if plan.sends:
+            source.send_next()
+            source.drop_rest()
+        else:
+            source.send_rest()
+        sender = FailingSender()
+        WeightSource(iter_export_buckets(chunks, BUCKET_BYTES, shared=shared), sender).send_rest()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in sender.sent.items())
+        names += sender.sent
+    return names
 
 
 def shards_of_this_rank(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

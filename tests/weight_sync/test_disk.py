@@ -8,7 +8,7 @@ import torch
 
 from megappo.device.backend import CPU
 from megappo.errors import CheckpointError
-from megappo.weight_sync.disk import DiskSender, VersionFolder
+from megappo.weight_sync.disk import DiskSender, VersionFolder, versions_folder
 from megappo.weight_sync.transport import SenderSpec
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.name_map import Partition
@@ -94,3 +94,22 @@ def test_a_sender_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
     spec = SenderSpec(name="s", engine_ranks=1, folder=tmp_path / "elsewhere", backend=CPU, timeout_s=1.0)
     with pytest.raises(CheckpointError, match=r"elsewhere is not there .*weight_sync.folder"):
         DiskSender(spec).open()
+
+
+def test_runs_that_share_a_folder_keep_their_own_versions(store: VersionFolder, tmp_path: Path) -> None:
+    source, shared = tmp_path / "model", tmp_path / "shared"
+    (shared / "version-0").mkdir(parents=True)  # somebody's
+    folders = [versions_folder(str(shared), run_name=name, run_folder=tmp_path) for name in ("one", "two")]
+    for folder in folders:
+        for version in (1, 2):
+            run = VersionFolder(folder, source=source)  # as a resumed run's: it follows on its earlier versions
+            write(run, version, value=float(version))
+            run.finish(version, BUCKETS, dtype="float32")
+            run.keep(version)
+    assert [folder.parent for folder in folders] == [shared, shared]
+    assert sorted(str(path.relative_to(shared)) for path in shared.glob("**/version-*")) == [
+        "one/version-2",
+        "two/version-2",
+        "version-0",
+    ]
+    assert versions_folder(None, run_name="one", run_folder=tmp_path) == tmp_path / "weights"
