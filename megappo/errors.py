@@ -1,6 +1,9 @@
 """Every error a user can meet. Each message names what was given, the rule it breaks and the remedy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+_LISTED = 8
 
 
 class MegappoError(Exception):
@@ -72,3 +75,8 @@ class NonFiniteError(MegappoError):
 class ParityError(MegappoError):
     """Engine and trainer give the same tokens other log-probs than `rollout.parity.stop` allows; names step, numbers,
     worst sequences, the dump and what to try."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first few of many names, for a message."""
+    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")

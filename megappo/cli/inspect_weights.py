@@ -62,7 +62,7 @@ def plan_of_run(config: RunConfig) -> WeightPlan:
         weights_of(_architecture(config)),
         TrainerLayout.of(config.actor.parallelism, config.cluster.pools[config.cluster.actor]),
         bucket_bytes=config.weight_sync.bucket_bytes,
-        dtype=(config.rollout.dtype or config.model.dtype).value,
+        dtype=config.rollout.weight_dtype(config.model).value,
         engine=EngineLayout(tensor=config.rollout.tensor),
         adapted=() if lora is None else tuple(lora.targets),
     )

@@ -18,7 +18,7 @@ from megappo.cluster.runtime import Call, gather
 from megappo.cluster.weight_calls import EngineCall, Failure, causes, settle
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
-from megappo.errors import CapabilityError, WorkerError
+from megappo.errors import CapabilityError, WorkerError, listed
 from megappo.rollout.engine import WeightGroup
 from megappo.weight_sync import TRANSPORTS
 from megappo.weight_sync.disk import VersionFolder
@@ -62,7 +62,7 @@ class HandOver:
     ) -> None:
         """Ask the trainer's ranks for their part. `folder` is where a transport that stores writes."""
         self._settings = config.weight_sync
-        self._dtype = (config.rollout.dtype or config.model.dtype).value
+        self._dtype = config.rollout.weight_dtype(config.model).value
         self._width = config.rollout.tensor
         self._actor = actor
         self._rollout = rollout
@@ -272,8 +272,9 @@ class HandOver:
 
     def _close(self, engines: Sequence[int], sent: dict[str, str], wanted: Sequence[HeldTensor]) -> None:
         if unsent := sorted({tensor.name for tensor in wanted} - sent.keys()):
-            listed = ", ".join(unsent[:8]) + (", ..." if len(unsent) > 8 else "")
-            raise WorkerError(f"weight hand-over: the engines hold {len(unsent)} tensors that are not sent ({listed})")
+            raise WorkerError(
+                f"weight hand-over: the engines hold {len(unsent)} tensors that are not sent ({listed(unsent)})"
+            )
         closing = [self._engine_call(engine, "close_weights", sent) for engine in engines]
         self._settle([], closing, "close", self._limit_s)
 

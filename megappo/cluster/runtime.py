@@ -5,14 +5,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from megappo.config.cluster import ClusterConfig
 from megappo.errors import ConfigError, EngineError, MegappoError, WorkerError
@@ -134,34 +134,55 @@ def gather(calls: Sequence[Call], *, phase: str, timeout_s: float) -> list[Any]:
         WorkerError: a worker raised, died, or did not answer within `timeout_s`; names the one that failed first and
             gives its last log lines.
     """
-    pending = [call.ref for call in calls]
-    deadline = time.monotonic() + timeout_s
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = [call for call in calls if call.ref in pending]
-            names = ", ".join(call.worker for call in late)
-            raise WorkerError(f"{names}: no answer in {phase} within {timeout_s:.0f} s{_log_lines(late[0])}")
-        try:
-            ray.get(ready[0])
-        except RayError:
-            raise _explain(calls, phase) from None
+    outcome = wait_for(calls, timeout_s=timeout_s, grace_s=_GRACE_S)
+    if outcome.failed:
+        # A dead process makes its peers fail with broken connections.
+        first = min(outcome.failed, key=lambda position: (severity(outcome.failed[position]), position))
+        raise describe_failure(outcome.failed[first], call=calls[first], phase=phase)
+    if outcome.late:
+        names = ", ".join(calls[position].worker for position in outcome.late)
+        log_lines = _log_lines(calls[outcome.late[0]])
+        raise WorkerError(f"{names}: no answer in {phase} within {timeout_s:.0f} s{log_lines}")
     return [ray.get(call.ref) for call in calls]
 
 
-def _explain(calls: Sequence[Call], phase: str) -> MegappoError:
-    """Tell the failure that came first: a dead process makes its peers fail with broken connections."""
-    ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=_GRACE_S)
-    failures: list[tuple[int, Call, Exception]] = []
-    for call in calls:
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Outcome:
+    """What became of some calls, by their positions."""
+
+    failed: dict[int, RayError]
+    late: list[int]
+    """Not answered in time."""
+    limit: str
+    """That time, for messages."""
+
+
+def wait_for(
+    calls: Sequence[Call], *, timeout_s: float, grace_s: float, on_failure: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Wait for all calls; after a first failure, for `grace_s` at most: Ray tells of a killed process seconds after its
+    peers have told of broken connections.
+
+    Args:
+        on_failure: called after the first failure, to free those that wait for the failed one.
+    """
+    position_of = {call.ref: position for position, call in enumerate(calls)}
+    pending = list(position_of)
+    failed: dict[int, RayError] = {}
+    deadline, limit = time.monotonic() + timeout_s, f"within {timeout_s:g} s"
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
         try:
-            ray.get(call.ref, timeout=0.1)
-        except GetTimeoutError:
-            continue
-        except (RayError, MegappoError) as error:
-            failures.append((severity(error), call, error))
-    _, call, error = min(failures, key=lambda failure: failure[0])
-    return describe_failure(error, call=call, phase=phase)
+            ray.get(ready[0])
+        except RayError as error:
+            if not failed:
+                on_failure()
+                if (grace := time.monotonic() + grace_s) < deadline:
+                    deadline, limit = grace, f"within {grace_s:g} s of the first failure"
+            failed[position_of[ready[0]]] = error
+    return Outcome(failed=failed, late=[position_of[ref] for ref in pending], limit=limit)
 
 
 def severity(error: Exception) -> int:

@@ -4,15 +4,13 @@ In a broadcast the failure of one is the failure of all, and Ray tells of a kill
 told of broken connections. So all answers are waited for, and causes told from consequences.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
-from megappo.cluster.runtime import Call, describe_failure, severity
+from megappo.cluster.runtime import Call, describe_failure, severity, wait_for
 from megappo.errors import MegappoError
 
 _GRACE_S = 10.0
@@ -53,26 +51,11 @@ def settle(
     """
     owners: list[tuple[int | None, Call]] = [(None, call) for call in trainer]
     owners += [(each.engine, each.call) for each in engines]
-    failures: dict[Any, Failure] = {}
-    pending = [call.ref for _, call in owners]
-    by_ref = {call.ref: (engine, call) for engine, call in owners}
-    deadline, limit = time.monotonic() + timeout_s, f"within {timeout_s:g} s"
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = TimeoutError(f"no answer {limit}")
-            for ref in pending:
-                failures[ref] = _failure(*by_ref[ref], late, phase)
-            break
-        try:
-            ray.get(ready[0])
-        except RayError as error:
-            if not failures:
-                on_failure()
-                if (grace := time.monotonic() + _GRACE_S) < deadline:
-                    deadline, limit = grace, f"within {_GRACE_S:g} s of the first failure"
-            failures[ready[0]] = _failure(*by_ref[ready[0]], error, phase)
-    return [] if failures else [ray.get(call.ref) for call in trainer], list(failures.values())
+    calls = [call for _, call in owners]
+    outcome = wait_for(calls, timeout_s=timeout_s, grace_s=_GRACE_S, on_failure=on_failure)
+    late = dict.fromkeys(outcome.late, TimeoutError(f"no answer {outcome.limit}"))
+    failures = [_failure(*owners[position], error, phase) for position, error in (outcome.failed | late).items()]
+    return [] if failures else [ray.get(call.ref) for call in trainer], failures
 
 
 def _failure(engine: int | None, call: Call, error: Exception, phase: str) -> Failure:

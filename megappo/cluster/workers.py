@@ -276,11 +276,9 @@ class ActorWorker(TrainingWorker):
         """Return (place of its source among all, whether this rank feeds one, whether it sends, its buckets)."""
         from megappo.models.export import plan_export
 
-        plan = plan_export(self.trainer.chunks, self.config.weight_sync.bucket_bytes, dtype=self._engine_dtype())
+        dtype = self.config.rollout.weight_dtype(self.config.model).value
+        plan = plan_export(self.trainer.chunks, self.config.weight_sync.bucket_bytes, dtype=dtype)
         return plan.source, plan.takes_part, plan.sends, plan.buckets
-
-    def _engine_dtype(self) -> str:
-        return (self.config.rollout.dtype or self.config.model.dtype).value
 
     def open_sender(self, spec: "SenderSpec") -> None:
         """Become the sender of a weight source."""
@@ -302,9 +300,9 @@ class ActorWorker(TrainingWorker):
         from megappo.weight_sync.source import WeightSource
         from megappo.weight_sync.transport import Flow
 
-        settings = self.config.weight_sync
+        settings, dtype = self.config.weight_sync, self.config.rollout.weight_dtype(self.config.model).value
         shared = TRANSPORTS.get(settings.transport).flow is Flow.handed
-        buckets = self.trainer.export_buckets(settings.bucket_bytes, dtype=self._engine_dtype(), shared=shared)
+        buckets = self.trainer.export_buckets(settings.bucket_bytes, dtype=dtype, shared=shared)
         self._source = WeightSource(buckets, self._sender, wanted=wanted)
 
     def send_bucket(self) -> dict[int, bytes]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megappo.config.model import Dtype
+from megappo.config.model import Dtype, ModelConfig
 from megappo.config.parity import ParityConfig
 
 SGLANG_CPU_CACHE_TOKENS = 8192
@@ -115,6 +115,10 @@ class RolloutConfig:
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Watch over the difference between the log-probs of engines and trainer."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+
+    def weight_dtype(self, model: ModelConfig) -> Dtype:
+        """Return the type of the engines' weights, in which they also travel."""
+        return self.dtype or model.dtype
 
 
 class PauseMode(Enum):

@@ -1,6 +1,7 @@
 """Rules about how models are trained: optimizer, schedule, adapters, recomputation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum
 
 from megappo.config.layout_rules import needs_critic
 from megappo.config.lora import lora_on_experts, lora_violations
@@ -14,6 +15,7 @@ from megappo.errors import Violation
 # Not `layernorm`: Megatron recomputes it with Transformer Engine alone (tensor_parallel/random.py:589), whose layers
 # have the norms inside their matrix products.
 _RECOMPUTABLE = ("core_attn", "mlp", "moe")
+_LEAVE_OUT = "leave it out"
 
 
 def optimizers(config: RunConfig) -> Iterator[tuple[str, OptimConfig]]:
@@ -110,32 +112,28 @@ def optimizer_settings_are_used(config: RunConfig) -> list[Violation]:
     violations: list[Violation] = []
     default = OptimConfig()
     for section, optim in optimizers(config):
-        unused: list[tuple[str, object, object, str]] = []
+        key, unread = f"{section}.optim", dict[str, str]()
         if optim.schedule is ScheduleKind.constant:
-            why = "schedule=constant"
-            unused.append(("decay_steps", optim.decay_steps, default.decay_steps, why))
-            unused.append(("min_lr", optim.min_lr, default.min_lr, why))
+            unread |= dict.fromkeys(("decay_steps", "min_lr"), "schedule=constant")
         if optim.schedule is not ScheduleKind.wsd:
-            shape, usual = optim.final_decay_shape, default.final_decay_shape
-            unused.append(("final_decay_shape", shape.name, usual.name, f"schedule={optim.schedule.name}"))
+            unread["final_decay_shape"] = f"schedule={optim.schedule.name}"
         if optim.name is OptimizerName.sgd:
-            for name, value in (("beta1", optim.beta1), ("beta2", optim.beta2), ("eps", optim.eps)):
-                usual_number = {"beta1": default.beta1, "beta2": default.beta2, "eps": default.eps}[name]
-                unused.append((name, value, usual_number, "name=sgd"))
+            unread |= dict.fromkeys(("beta1", "beta2", "eps"), "name=sgd")
         if not optim.overlap_grad_reduce:
-            size = optim.overlap_bucket_params
-            unused.append(("overlap_bucket_params", size, default.overlap_bucket_params, "overlap_grad_reduce=false"))
+            unread["overlap_bucket_params"] = "overlap_grad_reduce=false"
         violations += [
-            Violation(
-                key=f"{section}.optim.{name}",
-                value=value,
-                rule=f"has no use with {section}.optim.{why}",
-                remedy="leave it out",
-            )
-            for name, value, usual, why in unused
-            if value != usual
+            Violation(key=f"{key}.{name}", value=value, rule=f"has no use with {key}.{unread[name]}", remedy=_LEAVE_OUT)
+            for name, value in _changed(optim, default, unread)
         ]
     return violations
+
+
+def _changed(section: object, default: object, names: Iterable[str]) -> Iterator[tuple[str, object]]:
+    """Yield those of the keys of a section, with their values, that differ from its defaults."""
+    for name in names:
+        value: object = getattr(section, name)
+        if value != getattr(default, name):
+            yield name, value.name if isinstance(value, Enum) else value
 
 
 def overlap_has_what_it_needs(config: RunConfig) -> list[Violation]:
@@ -186,23 +184,22 @@ def random_models_are_trained_whole(config: RunConfig) -> list[Violation]:
 def recompute_names_what_it_can(config: RunConfig) -> list[Violation]:
     """Selective recomputation names modules of the layer, full recomputation counts layers; neither takes what the
     other reads, and without recomputation nothing is taken."""
-    recompute, default = config.model.recompute, RecomputeConfig()
+    recompute = config.model.recompute
     key, granularity = "model.recompute.modules", recompute.granularity
-    unused: list[tuple[str, object, object]] = []
-    if granularity is not RecomputeGranularity.full:
-        unused.append(("method", recompute.method.name, default.method.name))
-        unused.append(("num_layers", recompute.num_layers, default.num_layers))
-    if granularity is not RecomputeGranularity.selective:
-        unused.append(("modules", recompute.modules, default.modules))
+    readers = {
+        "method": RecomputeGranularity.full,
+        "num_layers": RecomputeGranularity.full,
+        "modules": RecomputeGranularity.selective,
+    }
+    unread = [name for name, reader in readers.items() if granularity is not reader]
     violations = [
         Violation(
             key=f"model.recompute.{name}",
             value=value,
             rule=f"has no use with model.recompute.granularity={granularity.name}",
-            remedy=f"leave it out, or use granularity={'selective' if name == 'modules' else 'full'}",
+            remedy=f"{_LEAVE_OUT}, or use granularity={readers[name].name}",
         )
-        for name, value, usual in unused
-        if value != usual
+        for name, value in _changed(recompute, RecomputeConfig(), unread)
     ]
     if violations or granularity is not RecomputeGranularity.selective:
         return violations

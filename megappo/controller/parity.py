@@ -14,7 +14,7 @@ import numpy as np
 
 from megappo.algo.diagnostics import SequenceGaps
 from megappo.batch.stages import Experience
-from megappo.config.parity import ParityLimits
+from megappo.config.parity import ParityConfig, ParityLimits
 from megappo.config.run import RunConfig
 from megappo.controller.parity_dump import describe_sequence, write_dump
 from megappo.controller.ports import SequenceInfo
@@ -97,8 +97,7 @@ def check_parity(comparison: StepComparison, config: RunConfig, sink: ParitySink
         ParityError: a limit of `rollout.parity.stop` is exceeded.
     """
     parity = config.rollout.parity
-    stops = broken_limits(parity.stop, "stop", mean=comparison.mean, largest=comparison.largest)
-    broken = stops or broken_limits(parity.warn, "warn", mean=comparison.mean, largest=comparison.largest)
+    broken, stops = _judge(parity, mean=comparison.mean, largest=comparison.largest)
     if not broken:
         return
     worst = comparison.worst(max(parity.dump, 1), by_mean=".mean" in broken[0])
@@ -106,12 +105,10 @@ def check_parity(comparison: StepComparison, config: RunConfig, sink: ParitySink
     numbers = _numbers(comparison)
     if stops:
         names = [describe_sequence(comparison.sequences[row], comparison.gaps, row) for row in worst]
-        raise ParityError(_explain(comparison.step, stops, numbers, names, place, config))
+        raise ParityError(_explain(comparison.step, broken, numbers, names, place, config))
     info = comparison.sequences[worst[0]]
-    sink.warn(
-        f"step {comparison.step}: log-probs of engine and trainer differ: {' and '.join(broken)}; {numbers}; worst: "
-        f"sequence {info.sequence_id} (row {info.row}); {place}; docs/parity.md says what to do"
-    )
+    of_worst = f"worst: sequence {info.sequence_id} (row {info.row})"
+    sink.warn(_warning(comparison.step, broken, numbers, of_worst, place))
 
 
 def check_update(metrics: Metrics, *, step: int, all_current: bool, config: RunConfig, sink: ParitySink) -> Metrics:
@@ -132,19 +129,27 @@ def check_update(metrics: Metrics, *, step: int, all_current: bool, config: RunC
     mean, largest = metrics.get(f"{_AREA}mean"), metrics.get(f"{_AREA}max")
     if mean is None or largest is None or mean.value is None or largest.value is None:
         return metrics
-    parity = config.rollout.parity
-    stops = broken_limits(parity.stop, "stop", mean=mean.value, largest=largest.value)
-    broken = stops or broken_limits(parity.warn, "warn", mean=mean.value, largest=largest.value)
+    broken, stops = _judge(config.rollout.parity, mean=mean.value, largest=largest.value)
     numbers = f"mean {mean.value:.3g}, max {largest.value:.3g} nats over {mean.count:,.0f} loss tokens"
     place = "no dump: the update keeps no log-probs (algorithm.old_log_probs=recompute does)"
     if stops:
-        raise ParityError(_explain(step, stops, numbers, [], place, config))
+        raise ParityError(_explain(step, broken, numbers, [], place, config))
     if broken:
-        sink.warn(
-            f"step {step}: log-probs of engine and trainer differ: {' and '.join(broken)}; {numbers}; {place}; "
-            "docs/parity.md says what to do"
-        )
+        sink.warn(_warning(step, broken, numbers, place))
     return metrics
+
+
+def _judge(parity: ParityConfig, *, mean: float, largest: float) -> tuple[list[str], bool]:
+    """Return the exceeded limits in words, and whether they are those that end the run."""
+    if stops := broken_limits(parity.stop, "stop", mean=mean, largest=largest):
+        return stops, True
+    return broken_limits(parity.warn, "warn", mean=mean, largest=largest), False
+
+
+def _warning(step: int, broken: Sequence[str], *details: str) -> str:
+    """Return the line of a step that goes on."""
+    found = "; ".join([" and ".join(broken), *details])
+    return f"step {step}: log-probs of engine and trainer differ: {found}; docs/parity.md says what to do"
 
 
 def broken_limits(limits: ParityLimits, level: str, *, mean: float, largest: float) -> list[str]:
@@ -201,7 +206,7 @@ def _dump(
         "model": config.model.path,
         "dtype": config.model.dtype.value,
         "engine": config.rollout.engine,
-        "engine_dtype": (config.rollout.dtype or config.model.dtype).value,
+        "engine_dtype": config.rollout.weight_dtype(config.model).value,
         "temperature": config.rollout.sampling.temperature,
     }
     path = sink.folder / f"step_{comparison.step:06d}.json"
@@ -227,7 +232,7 @@ def _explain(
             "  versions: rollout/policy_version/min of earlier steps; weight_sync.verify=full compares every tensor "
             "of a hand-over",
             f"  precision: the trainer computes in {config.model.dtype.value} (model.dtype), the engine in "
-            f"{(config.rollout.dtype or config.model.dtype).value} (rollout.dtype); float32 on both brings a correct "
+            f"{config.rollout.weight_dtype(config.model).value} (rollout.dtype); float32 on both brings a correct "
             "small model to 1e-4 or less",
             f"  engine: the same run with rollout.engine={'hf' if engine == 'sglang' else 'sglang'} tells whose "
             "log-probs are off",

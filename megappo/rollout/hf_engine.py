@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megappo.config.rollout import PauseMode, SamplingConfig
-from megappo.data.tokenizer import load_tokenizer
 from megappo.device.backend import Backend, resolve_backend
 from megappo.errors import CapabilityError, EngineError
 from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
@@ -26,7 +25,7 @@ from megappo.rollout.hf_sampling import SamplingSignals, sample_responses
 from megappo.rollout.hf_weights import HFWeights, ModelThread
 from megappo.rollout.model_folder import read_end_tokens
 from megappo.rollout.prompts import RequestLimits, check_requests
-from megappo.rollout.stopping import StopStrings
+from megappo.rollout.stopping import StopStringFinder
 from megappo.weights.buckets import BucketMeta, torch_dtype
 from megappo.weights.checksums import HeldTensor
 from megappo.weights.delivery import Delivery
@@ -74,7 +73,7 @@ class HFEngine:
             )
         self._calls: set[_Call] = set()
         self._end_tokens = read_end_tokens(Path(spec.model.path))
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stop_strings = StopStringFinder(spec.model.path)
         self._model: PreTrainedModel | None = None
         self._weights: HFWeights | None = None
 
@@ -99,7 +98,7 @@ class HFEngine:
     def _load(self) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             self._spec.model.path,
-            dtype=torch_dtype((self._spec.config.dtype or self._spec.model.dtype).value),
+            dtype=torch_dtype(self._spec.config.weight_dtype(self._spec.model).value),
             attn_implementation="sdpa",  # refused for models whose attention needs more than a mask
         )
         if self._backend.kind == "cpu":
@@ -155,14 +154,11 @@ class HFEngine:
             raise self._too_late("generate", timeout_s) from None
 
     def _ends(self, sampling: SamplingConfig) -> ResponseEnds:
-        """Return what ends responses; the tokenizer is loaded for the first stop string."""
-        if sampling.stop and self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._spec.model.path)
+        """Return what ends responses."""
         tokens = torch.tensor(
             [*self._end_tokens, *sampling.stop_token_ids], dtype=torch.long, device=self._backend.device()
         )
-        strings = StopStrings(sampling.stop, self._tokenizer) if sampling.stop and self._tokenizer else None
-        return ResponseEnds(tokens=tokens, strings=strings)
+        return ResponseEnds(tokens=tokens, strings=self._stop_strings.of(sampling.stop))
 
     async def abort(self) -> None:
         """End all batches at their next token; returns once the one under way has ended."""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megappo.config.model_support import key_value_heads
 from megappo.weights.safetensors_io import HuggingFaceWeights
 
 TIED_HEAD = "lm_head.weight"
@@ -20,14 +21,12 @@ def read_end_tokens(folder: Path) -> list[int]:
 
 def read_vocabulary_size(folder: Path) -> int:
     """Return the number of token embeddings that config.json names."""
-    config = _read_json(folder / "config.json")
-    return int(config.get("text_config", config)["vocab_size"])
+    return int(_read_text_config(folder)["vocab_size"])
 
 
 def read_positions(folder: Path) -> int | None:
     """Return the longest sequence that config.json names, in tokens; None: it names none."""
-    config = _read_json(folder / "config.json")
-    return config.get("text_config", config).get("max_position_embeddings")
+    return _read_text_config(folder).get("max_position_embeddings")
 
 
 def read_architecture(folder: Path) -> list[str]:
@@ -55,14 +54,18 @@ def read_weight_shapes(folder: Path) -> dict[str, list[int]]:
 
 def read_key_value_heads(folder: Path) -> int:
     """Return the number of key/value heads that config.json names, or of heads where it names none."""
-    config = _read_json(folder / "config.json")
-    text = config.get("text_config", config)
-    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
+    return int(key_value_heads(_read_text_config(folder)))
 
 
 def has_tied_head(folder: Path) -> bool:
     """Return whether config.json says that the output layer is the embedding."""
     return bool(_read_json(folder / "config.json").get("tie_word_embeddings"))
+
+
+def _read_text_config(folder: Path) -> dict[str, Any]:  # Any: JSON
+    """Return what config.json says of the part of the model that reads text."""
+    config = _read_json(folder / "config.json")
+    return config.get("text_config", config)
 
 
 def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON

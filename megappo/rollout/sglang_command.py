@@ -63,7 +63,7 @@ def _options(config: RolloutConfig, model: ModelConfig, *, door: ServerDoor, see
     """Return the options of both devices; '' is a switch."""
     options = {
         "model-path": model.path,
-        "dtype": (config.dtype or model.dtype).value,
+        "dtype": config.weight_dtype(model).value,
         "tp-size": str(config.tensor),
         "host": door.address,
         "port": str(door.http),

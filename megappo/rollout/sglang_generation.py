@@ -5,17 +5,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from megappo.config.rollout import RolloutConfig, SamplingConfig
-from megappo.data.tokenizer import load_tokenizer
 from megappo.rollout.continuation import join_group, open_samples
 from megappo.rollout.engine import GenerateRequest, GroupOutput, SampledResponse
 from megappo.rollout.generation_gate import GenerationGate
 from megappo.rollout.model_folder import read_end_tokens
 from megappo.rollout.sglang_client import SGLangClient
 from megappo.rollout.sglang_requests import generate_body, read_answer
-from megappo.rollout.stopping import StopStrings
+from megappo.rollout.stopping import StopStringFinder
 
 _AGAIN_S = 0.05
 """An abort misses what the server is still reading, so it is repeated until everything has come back."""
@@ -36,9 +33,8 @@ class SGLangGeneration:
         """`folder` is that of the model."""
         self._client = client
         self._config = config
-        self._folder = folder
         self._end_tokens = read_end_tokens(folder)
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stop_strings = StopStringFinder(str(folder))
         self._calls: set[_Call] = set()
         self.gate = GenerationGate()
         """Every request passes it; a hand-over may close it."""
@@ -92,14 +88,7 @@ class SGLangGeneration:
         body["extra_key"] = str(self.gate.epoch)  # only what the same weights computed is taken from the cache
         answer = await self._client.call("generate", "POST", "/generate", body, self._config.request_timeout_s)
         ends = [*self._end_tokens, *sampling.stop_token_ids]
-        return read_answer(answer, samples, end_tokens=ends, strings=self._stop_strings(sampling))
-
-    def _stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
-        """Return what finds stop strings; the tokenizer is loaded for the first of them."""
-        if not sampling.stop:
-            return None
-        self._tokenizer = self._tokenizer or load_tokenizer(str(self._folder))
-        return StopStrings(sampling.stop, self._tokenizer)
+        return read_answer(answer, samples, end_tokens=ends, strings=self._stop_strings.of(sampling.stop))
 
     async def abort(self) -> None:
         """End what is under way; returns once it has come back with its tokens."""

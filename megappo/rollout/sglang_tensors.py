@@ -15,9 +15,8 @@ from pathlib import Path
 from megappo.config.cluster import DeviceKind
 from megappo.rollout.model_folder import TIED_HEAD, has_tied_head, read_key_value_heads, read_weight_shapes
 from megappo.weights.checksums import HeldPart, HeldTensor
-
-_VOCABULARY_MULTIPLE = 64
-"""A vocabulary is padded to a multiple of this, and of the ranks (srt/layers/vocab_parallel_embedding.py)."""
+from megappo.weights.layouts import EngineLayout
+from megappo.weights.name_map import Size
 
 _JOINED = (
     (re.compile(r"\.q_proj\."), (".q_proj.", ".k_proj.", ".v_proj."), ".qkv_proj."),
@@ -104,32 +103,24 @@ def _on_rank(
     parts = [_part(name, shapes[name], rank=rank, server=server) for name in names]
     padding = 0
     if _VOCABULARY.search(joined):
-        rows = _padded_vocabulary(shapes[joined][0], server.ranks) // server.ranks
+        rows = EngineLayout(tensor=server.ranks).padded_vocabulary(shapes[joined][0]) // server.ranks
         padding = rows - (parts[0].stop - parts[0].start)
     return HeldTensor(name=f"{joined}@{rank}", parts=tuple(parts), padding=padding)
 
 
 def _part(name: str, shape: list[int], *, rank: int, server: ServerShape) -> HeldPart:
     """Return a rank's share of one tensor: rows [F / R, H] or [V / R, H], columns [F, H / R], or all of it."""
+    dim = int(_COLUMNS.search(name) is not None)
+    held = EngineLayout(tensor=server.ranks).part(
+        _size_of(name), shape[dim], rank=rank, num_key_value_heads=server.num_key_value_heads
+    )
+    return HeldPart(name=name, dim=dim, start=held.start, stop=held.stop)
+
+
+def _size_of(name: str) -> Size | None:
+    """Return what the dimension is that the ranks cut, as far as it matters how; None: they do not."""
     if _VOCABULARY.search(name):
-        rows = _padded_vocabulary(shape[0], server.ranks) // server.ranks
-        start, stop = (min(row, shape[0]) for row in (rank * rows, (rank + 1) * rows))
-        return HeldPart(name=name, dim=0, start=start, stop=stop)
-    ranks = server.ranks
-    if _KEYS.search(name) and ranks > server.num_key_value_heads:  # several ranks hold the same head
-        rank //= ranks // server.num_key_value_heads
-        ranks = server.num_key_value_heads
-    if _ROWS.search(name):
-        share = shape[0] // ranks
-        return HeldPart(name=name, dim=0, start=rank * share, stop=(rank + 1) * share)
-    if _COLUMNS.search(name):
-        share = shape[1] // ranks
-        return HeldPart(name=name, dim=1, start=rank * share, stop=(rank + 1) * share)
-    return HeldPart(name=name, dim=0, start=0, stop=shape[0])
-
-
-def _padded_vocabulary(vocabulary: int, ranks: int) -> int:
-    multiple = _VOCABULARY_MULTIPLE
-    if -(-vocabulary // multiple) * multiple % ranks:
-        multiple *= ranks
-    return -(-vocabulary // multiple) * multiple
+        return Size.vocabulary
+    if _KEYS.search(name):
+        return Size.keys
+    return Size.ffn if _ROWS.search(name) or _COLUMNS.search(name) else None

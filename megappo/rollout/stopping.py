@@ -4,8 +4,25 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from megappo.data.tokenizer import load_tokenizer
+
 _TOKENS_PER_CHARACTER = 4
 """A character of UTF-8 takes up to 4 bytes, and a byte may be a token of its own."""
+
+
+class StopStringFinder:
+    """Makes what finds stop strings; the tokenizer of the model folder is loaded for the first of them."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def of(self, strings: Sequence[str]) -> "StopStrings | None":
+        """Return what finds these strings; None: there are none."""
+        if not strings:
+            return None
+        self._tokenizer = self._tokenizer or load_tokenizer(self._folder)
+        return StopStrings(strings, self._tokenizer)
 
 
 class StopStrings:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from megappo.errors import EngineError
+from megappo.errors import EngineError, listed
 
 
 def refuse_other_shapes(name: str, tensors: Iterable[tuple[str, list[int]]], known: Mapping[str, list[int]]) -> None:
@@ -56,8 +56,7 @@ class WeightUpdate:
             ("unknown", self._received - self._known),
         ):
             if names:
-                listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
-                problems.append(f"{len(names)} {kind} parameters ({listed})")
+                problems.append(f"{len(names)} {kind} parameters ({listed(sorted(names))})")
         if problems:
             raise EngineError(
                 f"{self.name}: end weights: the hand-over held {' and '.join(problems)}; "

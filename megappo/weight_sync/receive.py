@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from megappo.errors import EngineError, MegappoError
+from megappo.errors import EngineError, MegappoError, listed
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.delivery import Delivery
 
@@ -91,7 +91,7 @@ def compare_checksums(sent: Mapping[str, str], held: Mapping[str, str], *, where
     different = sorted(name for name, value in sent.items() if name in held and held[name] != value)
     missing = sorted(sent.keys() - held.keys())
     problems = [
-        f"{len(names)} of {len(sent)} tensors {what} ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
+        f"{len(names)} of {len(sent)} tensors {what} ({listed(names)})"
         for names, what in ((different, "differ from what was sent"), (missing, "cannot be read back"))
         if names
     ]

@@ -9,7 +9,7 @@ Invariants of a plan (asserted by tests/weights/test_buckets.py):
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,11 +99,14 @@ def fewest_buckets(sizes: Sequence[int], bucket_bytes: int) -> int:
 
 def open_bucket(bucket: BucketMeta, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors of a bucket as views of its bytes, `flat` [num_bytes] uint8."""
-    tensors: dict[str, torch.Tensor] = {}
     elements = flat.view(torch_dtype(bucket.dtype))
+    return {name: elements[place.start : place.stop].view(shape) for name, shape, place in places(bucket)}
+
+
+def places(bucket: BucketMeta) -> Iterator[tuple[str, list[int], range]]:
+    """Yield name, shape and place of each tensor of a bucket, counted in elements."""
     start = 0
     for name, shape in zip(bucket.names, bucket.shapes):
-        stop = start + math.prod(shape)
-        tensors[name] = elements[start:stop].view(shape)
-        start = stop
-    return tensors
+        place = range(start, start + math.prod(shape))
+        yield name, shape, place
+        start = place.stop

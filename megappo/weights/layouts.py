@@ -134,16 +134,19 @@ class EngineLayout:
         if size is None:
             return range(length)
         if size is Size.vocabulary:
-            multiple = _VOCABULARY_MULTIPLE
-            if -(-length // multiple) * multiple % self.tensor:
-                multiple *= self.tensor
-            padded = -(-length // multiple) * multiple
-            part = shard_range(padded, rank=rank, size=self.tensor)
+            part = shard_range(self.padded_vocabulary(length), rank=rank, size=self.tensor)
             return range(min(part.start, length), min(part.stop, length))
         if size is Size.keys and self.tensor > num_key_value_heads:
             head = rank // (self.tensor // num_key_value_heads)
             return shard_range(length, rank=head, size=num_key_value_heads)
         return shard_range(length, rank=rank, size=self.tensor)
+
+    def padded_vocabulary(self, length: int) -> int:
+        """Return the rows of all ranks together for a vocabulary, those of padding included."""
+        multiple = _VOCABULARY_MULTIPLE
+        if -(-length // multiple) * multiple % self.tensor:
+            multiple *= self.tensor
+        return -(-length // multiple) * multiple
 
 
 ONE_RANK = EngineLayout()

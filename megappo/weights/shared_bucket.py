@@ -7,7 +7,6 @@ does `open_shared_bucket`: nothing else in a payload is ever called.
 """
 
 import io
-import math
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing import reductions
 
-from megappo.weights.buckets import BucketMeta, torch_dtype
+from megappo.weights.buckets import BucketMeta, places, torch_dtype
 
 _DEVICE = 6
 """Which argument of torch's `rebuild_cuda_tensor` is the device."""
@@ -57,14 +56,17 @@ def share_bucket(bucket: BucketMeta, flat: torch.Tensor) -> bytes:
 def _places(bucket: BucketMeta) -> list[SimpleNamespace]:
     """Return where each tensor lies, under the field names of SGLang's FlattenedTensorMetadata."""
     dtype = torch_dtype(bucket.dtype)
-    places: list[SimpleNamespace] = []
-    start = 0
-    for name, shape in zip(bucket.names, bucket.shapes):
-        length = math.prod(shape) * dtype.itemsize
-        place = {"name": name, "shape": torch.Size(shape), "dtype": dtype}
-        places.append(SimpleNamespace(**place, start_idx=start, end_idx=start + length, numel=length))
-        start += length
-    return places
+    return [
+        SimpleNamespace(
+            name=name,
+            shape=torch.Size(shape),
+            dtype=dtype,
+            start_idx=place.start * dtype.itemsize,
+            end_idx=place.stop * dtype.itemsize,
+            numel=len(place) * dtype.itemsize,
+        )
+        for name, shape, place in places(bucket)
+    ]
 
 
 def open_shared_bucket(payload: bytes) -> dict[str, torch.Tensor]:
