@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 export PYTHON TORCH_INDEX_URL
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install install-dev test test-slow test-oracle test-mcore-next test-signatures bench-algorithms bench-log-probs bench-rollout bench-weight-sync lint format docs clean
+.PHONY: help quickstart install install-dev test test-slow test-oracle test-mcore-next test-signatures bench-algorithms bench-log-probs bench-rollout bench-weight-sync bench-checkpoint lint format docs clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -73,6 +73,9 @@ bench-rollout: install ## tokens/s, time to first token and tail of the engines 
 
 bench-weight-sync: install ## weights from 4 trainer ranks to 2 engine ranks: copies, bytes, memory (needs 5 GB)
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
+
+bench-checkpoint: install ## save and load seconds per GB side by side with torch.distributed.checkpoint (needs 5 GB)
+	$(BIN)/python -W ignore -m benchmarks.checkpoint $(ARGS)
 
 format: install-dev ## format the code
 	$(BIN)/ruff check --fix .

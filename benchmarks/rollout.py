@@ -8,7 +8,7 @@ lengths are geometric (`benchmarks/generation/workload.py`), some prompts may be
   python -m benchmarks.rollout --engines 1,2 --concurrency 16,64 --samples 8 --tail-share 0.1
   python -m benchmarks.rollout --model llama3_8b --engine sglang --engines 8 --concurrency 256 --prompts 512 \\
       --samples 8 --prompt-tokens 512 --longest-prompt 2048 --response-tokens 2048 --longest-response 16384 \\
-      model=bfloat16 cluster=gpu cluster.pools.main=8
+      model=bfloat16 cluster=gpu placement=colocated cluster.pools.main=8
 
 Everything else is configuration, as for `megappo train`, and is checked before anything starts.
 Exit codes: 0 done, 1 failed, 2 refused.

@@ -135,6 +135,8 @@ def _serve(role: "type[_TrainerRank] | type[_EngineRank]", pipe: Connection, arg
             kind, checked = pipe.recv()
         except EOFError:
             return
+        if checked:
+            member.forget()
         before = start_peak() if checked else 0
         answer = getattr(member, kind)()
         if checked:
@@ -159,15 +161,21 @@ class _TrainerRank:
             sizes.architecture(), model=ModelConfig(), parallelism=_LAYOUT, head=Head.language_model, backend=CPU
         )
         draw_random_weights(self._chunks)
+        self.forget()
         if engines:
             _join(0, ports[1])
 
+    def forget(self) -> None:
+        """Start as before the first hand-over, without memory that one keeps for the next."""
+        from megappo.models.export import WeightExport
+
+        self._export = WeightExport(self._chunks, self._sizes.bucket_bytes)
+        self._shared_export = WeightExport(self._chunks, self._sizes.bucket_bytes, shared=True)
+
     def ipc(self) -> Answer:
         """As weight_sync.transport=ipc: one bucket after the other in memory that engines open."""
-        from megappo.models.export import iter_export_buckets
-
         calls = 0
-        for meta, flat in iter_export_buckets(self._chunks, self._sizes.bucket_bytes, shared=True):
+        for meta, flat in self._shared_export.buckets():
             self._hand(meta, flat)
             calls += 1
         self._end()
@@ -175,12 +183,10 @@ class _TrainerRank:
 
     def broadcast(self) -> Answer:
         """As weight_sync.transport=broadcast."""
-        from megappo.models.export import iter_export_buckets
-
         calls = 0
-        for meta, flat in iter_export_buckets(self._chunks, self._sizes.bucket_bytes):
+        for meta, flat in self._export.buckets():
             for engine in self._engines:
-                engine.send((meta, b""))
+                engine.send(meta)
             dist.broadcast(flat, src=0, group=named_group(_GROUP))
             calls += 1
         self._end()
@@ -217,7 +223,7 @@ class _TrainerRank:
     def _hand(self, meta: BucketMeta, flat: torch.Tensor) -> None:
         """Give every engine rank a bucket to open, and wait until they have copied."""
         for engine in self._engines:
-            engine.send((meta, share_bucket(meta, flat)))
+            engine.send(share_bucket(meta, flat))
         for engine in self._engines:
             engine.recv()
 
@@ -246,22 +252,27 @@ class _EngineRank:
             held = shapes.setdefault(shard.name, [0, *shape[1:]])
             held[0] = max(held[0], shard.offset + shape[0])
         self._parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self._places = {name: self._place(*planned) for name, planned in self._shards.items()}
         _join(1 + rank, ports[1])
 
+    def forget(self) -> None:
+        """An engine keeps nothing."""
+
     def ipc(self) -> Answer:
-        return self._receive(self._open)
+        return self._receive(open_shared_bucket)
 
     full_gather = ipc
 
     def broadcast(self) -> Answer:
         return self._receive(self._take)
 
-    def _receive(self, get: Callable[[BucketMeta, bytes], dict[str, torch.Tensor]]) -> Answer:
+    def _receive(self, get: Callable[[Any], dict[str, torch.Tensor]]) -> Answer:
+        """`get` makes the tensors of a bucket from what the sender says of it."""
         received = 0
         while (message := self._sender.recv()) is not None:
-            for name, whole in get(*message).items():
+            for name, whole in get(message).items():
                 received += self._copy(name, whole)
-            if message[1]:
+            if get is open_shared_bucket:
                 self._sender.send(True)
         return Answer(received_bytes=received)
 
@@ -269,20 +280,22 @@ class _EngineRank:
         """Return a sum over all that this rank holds."""
         return sum(int(held.view(torch.int32).sum(dtype=torch.int64)) for held in self._parameters.values())
 
-    def _open(self, _: BucketMeta, payload: bytes) -> dict[str, torch.Tensor]:
-        return open_shared_bucket(payload)
-
-    def _take(self, meta: BucketMeta, _: bytes) -> dict[str, torch.Tensor]:
+    def _take(self, meta: BucketMeta) -> dict[str, torch.Tensor]:
         flat = torch.empty(meta.num_bytes, dtype=torch.uint8)
         dist.broadcast(flat, src=0, group=named_group(_GROUP))
         return open_bucket(meta, flat)
+
+    def _place(self, tensor: PlannedTensor, shard: EngineShard) -> torch.Tensor:
+        """Return the part of a parameter that a tensor fills."""
+        rows = shard.stop - shard.start if tensor.partition.value == 0 else tensor.meta.shape[0]
+        return self._parameters[shard.name][shard.offset : shard.offset + rows]
 
     def _copy(self, name: str, whole: torch.Tensor) -> int:
         """Copy this rank's part of a tensor into its place; returns the bytes."""
         tensor, shard = self._shards[name]
         dim = tensor.partition.value
         part = whole if dim is None else whole.narrow(dim, shard.start, shard.stop - shard.start)
-        self._parameters[shard.name][shard.offset : shard.offset + len(part)].copy_(part)
+        self._places[name].copy_(part)
         return part.nbytes
 
 

@@ -49,6 +49,10 @@ class CheckpointError(MegappoError):
     """A checkpoint or model folder cannot be read or written."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """Files of a checkpoint are missing, or not as they were written; nothing was loaded."""
+
+
 class CapabilityError(MegappoError):
     """A requested feature is not available on this back end; says why and what to use instead."""
 
@@ -74,7 +78,13 @@ class NonFiniteError(MegappoError):
 
 class ParityError(MegappoError):
     """Engine and trainer give the same tokens other log-probs than `rollout.parity.stop` allows; names step, numbers,
-    worst sequences, the dump and what to try."""
+    worst sequences, the record and what to try."""
+
+
+class RecordError(MegappoError):
+    """A recorded step cannot be read or replayed; names the file or field, what is wrong and the remedy."""
+
+    exit_code = 2
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,4 +1,5 @@
-"""The stage types: RolloutBatch (sampled) -> Experience (ready for the loss), and TokenField (one computed field).
+"""The stage types: RolloutBatch (sampled) -> Experience (ready for the loss); TokenField (one computed field) and
+BegunBatch (what there is of answers that are not finished).
 
 Shapes: N packed tokens, B sequences. Entry t of a per-token field describes token t; entries off the mask are 0.
 """
@@ -28,6 +29,27 @@ class RolloutBatch(PackedBatch):
     rollout_log_probs: np.ndarray = per_token("float32", "log-prob of each sampled token as the engine reported it")
     sequence_ids: np.ndarray = per_sequence("int64", "id of the sequence, unique in a run")
     group_ids: np.ndarray = per_sequence("int64", "id of the draw: all samples of one drawn prompt share it")
+
+
+@dataclass(kw_only=True, slots=True)
+class BegunBatch(PackedBatch):
+    """The answers of groups that were aborted, as far as they got: response tokens only, prompts left out. Without
+    rounding, so that who goes on with it samples what would have followed.
+
+    Example:
+        BegunBatch(offsets=np.array([0, 2]), tokens=np.array([6, 7], np.int32), log_probs=np.array([-0.1, -0.2]),
+                   versions=np.array([3, 4]), sequence_ids=np.array([0]), group_ids=np.array([0]),
+                   ends=np.array([0], np.int8))
+    """
+
+    offsets: np.ndarray
+    """[B+1] int64."""
+    tokens: np.ndarray = per_token("int32", "token ids")
+    log_probs: np.ndarray = per_token("float64", "log-prob of each token as the engine reported it")
+    versions: np.ndarray = per_token("int64", "version of the weights that sampled the token")
+    sequence_ids: np.ndarray = per_sequence("int64", "id of the sequence")
+    group_ids: np.ndarray = per_sequence("int64", "id of the draw")
+    ends: np.ndarray = per_sequence("int8", "0: goes on, 1: ended by an end token, 2: by its length")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,19 +1,26 @@
 """Entry point of the `megappo` command: parse, load the configuration, call the command, report errors.
 
-Exit codes: 0 done, 1 the run failed, 2 the configuration or the arguments are wrong, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 the configuration or the arguments are wrong, 85 ended in time to go on later
+(`cli.signals`), 130 interrupted.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megappo import __version__
+from megappo.cli.convert_options import add_convert, add_export
 from megappo.errors import MegappoError
 
 INTERRUPTED = 130
 
 _OVERRIDES_HELP = "group=choice or key=value, for example experiment=quickstart trainer.total_steps=20 seed=1"
+_TRAIN_HELP = (
+    f"{_OVERRIDES_HELP}; resume=auto goes on from the newest checkpoint of the run, resume=PATH from that one "
+    "(short for trainer.resume)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,15 +49,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, function, text in (
-        ("train", _train, "train with PPO/GRPO"),
-        ("sft", _sft, "make a starting model by supervised training on prompt/answer pairs"),
-        ("config", _config, "print the resolved configuration and check its types and rules"),
+    for name, function, text, overrides in (
+        ("train", _train, "train with PPO/GRPO", _TRAIN_HELP),
+        ("sft", _sft, "make a starting model by supervised training on prompt/answer pairs", _OVERRIDES_HELP),
+        ("config", _config, "print the resolved configuration and check its types and rules", _OVERRIDES_HELP),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES_HELP)
+        command.add_argument("overrides", nargs="*", metavar="override", help=overrides)
         command.set_defaults(command=function)
     _add_inspect(commands)
+    _add_replay(commands)
+    add_convert(commands)
+    add_export(commands)
     return parser
 
 
@@ -82,7 +92,7 @@ def _config(parsed: argparse.Namespace) -> int:
 
 # Any: argparse has no public type for what add_subparsers returns.
 def _add_inspect(commands: Any) -> None:
-    inspect = commands.add_parser("inspect", help="show what one part does with given input, as JSON on stdout")
+    inspect = commands.add_parser("inspect", help="show what a part does with given input, or a checkpoint")
     parts = inspect.add_subparsers(required=True, metavar="part")
 
     text = "advantages, loss, gradient and metrics of the sequences in a JSON file"
@@ -108,11 +118,70 @@ def _add_inspect(commands: Any) -> None:
     weights.add_argument("--tensors", action="store_true", help="add the table of all tensors to the JSON")
     weights.set_defaults(command=_inspect_weights)
 
+    text = "what is in checkpoints, whether they are whole, and whether a run can go on from them"
+    code = "Exit code 1: damaged, or not to be resumed so."
+    checkpoint = parts.add_parser("checkpoint", help=text, description=f"{text}. {code}")
+    checkpoint.add_argument("path", type=Path, help="a run, its folder checkpoints/, a step, or a model in it")
+    checkpoint.add_argument("--full", action="store_true", help="read every file, for its checksum")
+    checkpoint.add_argument("--json", action="store_true", help="print JSON")
+    run = "compare with the configuration of this run: override, as for train"
+    checkpoint.add_argument("--config", nargs="+", metavar="override", help=run)
+    checkpoint.set_defaults(command=_inspect_checkpoint)
+
+
+# Any: as in _add_inspect.
+def _add_replay(commands: Any) -> None:
+    text = "run a phase of a recorded step again, on any layout of this machine, and print what differs"
+    parser = commands.add_parser("replay", help=text, description=f"{text}. Exit code 1: something differs.")
+    parser.add_argument("record", type=Path, help="folder of the record, such as runs/NAME/records/step_000012")
+    parser.add_argument("overrides", nargs="*", metavar="override", help="key=value of the recorded configuration")
+    phases = ("log_probs", "advantages", "update")
+    parser.add_argument("--phase", required=True, choices=phases)
+    layout = "axes of the models, such as tensor=2 pipeline=2 data=2, or of one: critic.parallelism.tensor=2"
+    parser.add_argument("--layout", nargs="+", default=[], metavar="AXIS=SIZE", help=layout)
+    weights = "the actor's weights before the update: a Hugging Face folder, or a checkpoint (of the critic's, too)"
+    parser.add_argument("--weights", type=Path, metavar="DIR", help=f"{weights}; default: what the record names")
+    parser.add_argument("--critic-weights", type=Path, metavar="DIR", help="likewise the critic's")
+    start = "Hugging Face folder of the weights that the run began with, which are the reference policy"
+    parser.add_argument("--start", type=Path, metavar="DIR", help=f"{start}; default: where the record says")
+    parser.add_argument("--other-weights", action="store_true", help="take weights that are not those of the record")
+    parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="cpu")
+    tolerance = "largest difference that agrees, relative where numbers are above 1 (default: 1e-5, for float32)"
+    parser.add_argument("--tolerance", type=float, default=1e-5, help=tolerance)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=_replay)
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    from megappo.cli.replay import ReplayArguments, replay
+
+    return replay(
+        ReplayArguments(
+            record=parsed.record,
+            phase=parsed.phase,
+            layout=parsed.layout,
+            overrides=parsed.overrides,
+            weights=parsed.weights,
+            critic_weights=parsed.critic_weights,
+            start=parsed.start,
+            other_weights=parsed.other_weights,
+            device=parsed.device,
+            tolerance=parsed.tolerance,
+            as_json=parsed.json,
+        )
+    )
+
 
 def _inspect_weights(parsed: argparse.Namespace) -> int:
     from megappo.cli.inspect_weights import inspect_weights
 
     return inspect_weights(parsed.overrides, link_gb_s=parsed.link_gb_s, with_tensors=parsed.tensors)
+
+
+def _inspect_checkpoint(parsed: argparse.Namespace) -> int:
+    from megappo.cli.inspect_checkpoint import inspect_checkpoint
+
+    return inspect_checkpoint(parsed.path, full=parsed.full, as_json=parsed.json, overrides=parsed.config)
 
 
 def _inspect_algorithm(parsed: argparse.Namespace) -> int:

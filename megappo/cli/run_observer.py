@@ -12,10 +12,13 @@ from megappo.config.run import RunConfig
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.step import StepResult
 from megappo.observability.console import RunConsole
+from megappo.observability.logging import get_logger
 from megappo.observability.metrics import Metrics, values
 from megappo.observability.plot import Curve, plot_reward_curve
 from megappo.observability.run_directory import RunDirectory, write_summary
 from megappo.observability.tracker import Tracker, keep_lines
+
+logger = get_logger(__name__)
 
 _WINDOW = 10
 """Steps averaged at both ends of a run for the summary."""
@@ -40,49 +43,69 @@ class RunObserver:
         self._validations: list[tuple[int, float]] = []
         self._first_difference: float | None = None
         self._weight_version: int | None = None
-        self._saved: Path | None = None
+        self.checkpoint: Path | None = None
+        """The newest one."""
         self.last_step = 0
 
     def on_phase(self, text: str) -> None:
         """Something that takes time begins."""
         self._console.phase(text)
 
-    def on_start(self, step: int, checkpoint: Path | None) -> None:
-        """Go on with the record of a resumed run: lines after its checkpoint are dropped, those before count."""
+    def on_problem(self, text: str) -> None:
+        """Tell of what does not end the run."""
+        logger.warning("%s", text)
+        self._console.note(text)
+
+    def on_start(self, step: int, checkpoint: Path | None) -> bool:
+        """Go on with the record of a resumed run: what it holds of steps after its checkpoint is dropped, what is
+        before counts. A run that begins with another run's checkpoint has a record of its own."""
         self.last_step = step
-        self._saved = checkpoint
-        for line in keep_lines(self._directory.metrics, last_step=step):
-            self._remember(line["step"], line)
+        self.checkpoint = checkpoint
+        if checkpoint is None or not self._directory.holds(checkpoint):
+            return True
+        lines = keep_lines(self._directory.metrics, last_step=step)
+        self._directory.drop_steps_after(step)
+        for tracker in self._trackers:
+            tracker.continue_run(lines)
+        for number, numbers in lines:
+            self._remember(number, numbers)
+        return bool(lines) and lines[-1][0] == step
 
     def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
         """Record a finished step."""
         self.last_step = step
         numbers = values(result.metrics)
+        # First, since a step whose line is written counts as told of when the run is resumed.
+        self._write_rollouts(step, result.rollouts)
+        self._log(step, numbers)
+        self._console.step(step, total_steps, numbers)
+
+    def _log(self, step: int, numbers: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(step, numbers)
         self._remember(step, numbers)
-        self._write_rollouts(step, result.rollouts)
-        self._console.step(step, total_steps, numbers)
 
     def _remember(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Keep what the summary and the curve need of one step."""
+        """Keep what the summary and the curve need of one line; that of step 0 is a validation."""
+        if _VALIDATION in numbers:
+            self._validations.append((step, numbers[_VALIDATION]))
+        if step == 0:
+            return
         self._rewards.append((step, numbers["reward/mean"]))
         self._weight_version = round(numbers["weights/version"])
         if self._first_difference is None:
             self._first_difference = numbers.get(_DIFFERENCE)
-        if _VALIDATION in numbers:
-            self._validations.append((step, numbers[_VALIDATION]))
 
     def on_validation(self, step: int, metrics: Metrics, rollouts: ScoredRollouts) -> None:
-        """Tell of a finished validation; its numbers are in the line of the step before it, if there is one."""
-        reward = values(metrics)[_VALIDATION]
+        """Tell of a finished validation; its numbers are in the line of the step before it, which is written later."""
+        numbers = values(metrics)
         if step == 0:
-            self._validations.append((step, reward))
-        self._console.note(f"validation after step {step}: mean reward {reward:.3f}")
+            self._log(step, numbers)
+        self._console.note(f"validation after step {step}: mean reward {numbers[_VALIDATION]:.3f}")
 
     def on_checkpoint(self, folder: Path) -> None:
         """Remember the newest checkpoint."""
-        self._saved = folder
+        self.checkpoint = folder
         self._console.note(f"saved {folder}")
 
     def _write_rollouts(self, step: int, rollouts: ScoredRollouts) -> None:
@@ -102,9 +125,8 @@ class RunObserver:
     def saved(self) -> str:
         """What is on disk, in words."""
         metrics = f"metrics of {len(self._rewards)} steps in {self._directory.metrics}"
-        return (
-            f"{metrics}; checkpoint {self._saved}" if self._saved else f"{metrics}; no checkpoint (trainer.save_freq)"
-        )
+        saved = f"checkpoint {self.checkpoint}" if self.checkpoint else "no checkpoint (trainer.save_freq)"
+        return f"{metrics}; {saved}"
 
     def finish(self, exit_reason: str) -> dict[str, object]:
         """Write summary.json and the reward curve, close the trackers; returns the summary."""

@@ -1,29 +1,33 @@
 """`megappo train`: builds every object of a run from its configuration, runs the loop, tells what became of it."""
 
-import signal
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from megappo.algo.advantages import needs_values
 from megappo.algo.kl import KLCoefficient
 from megappo.balance.workload import workload_of_model
+from megappo.checkpoint.health import Found
+from megappo.cli.resume import earlier_checkpoint, is_finished, open_run
 from megappo.cli.run_data import RunData, make_data
 from megappo.cli.run_observer import RunObserver
+from megappo.cli.signals import GO_ON, INTERRUPTED, SIGTERM, StopSignals
 from megappo.cluster.groups import ActorGroup, CriticGroup
 from megappo.cluster.session import Session
+from megappo.config.checkpoint_rules import makes_checkpoints
 from megappo.config.cluster import DeviceKind
 from megappo.config.layout_rules import roles
 from megappo.config.rules import check_device, start_up_notes
 from megappo.config.run import RunConfig
 from megappo.config.store import resolved_yaml
 from megappo.controller.evaluate import evaluate
-from megappo.controller.loop import PPOController
-from megappo.controller.parity import ParitySink
+from megappo.controller.loop import PPOController, count_steps, make_time_limit
+from megappo.controller.record import RecordSink
 from megappo.controller.step import Components
+from megappo.controller.stopping import StopRequest, TimeLimit
 from megappo.controller.throughput import ModelThroughput, StepThroughput, make_throughput
 from megappo.data.tokenizer import decode_response
 from megappo.data.types import Prompt
@@ -33,43 +37,86 @@ from megappo.models.architecture import read_config
 from megappo.observability.console import AnswerRow, RunConsole
 from megappo.observability.logging import log_to_file
 from megappo.observability.mlflow_tracker import MlflowTracker, open_command, store_uri
-from megappo.observability.run_directory import RunDirectory, open_run_directory, write_atomically
+from megappo.observability.run_directory import RunDirectory, write_atomically
 from megappo.observability.tracker import BackgroundTracker, JsonlTracker, Tracker
+from megappo.observability.versions import package_versions
 from megappo.rewards.types import Sample
 
 _SHOWN_ANSWERS = 5
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Plan:
+    """What a run is made of before its processes start."""
+
+    config: RunConfig
+    """Settled."""
+    stored: str
+    """The configuration as it was given, in YAML."""
+    backend: Backend
+    directory: RunDirectory
+    data: RunData
+    found: Found | None
+    """The checkpoint that it goes on from."""
+    stop: StopRequest
+    time_limit: TimeLimit
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether an earlier process did all of it."""
+        total_steps = count_steps(self.config, self.data.sampler)
+        return self.found is not None and is_finished(self.found, self.directory, total_steps=total_steps)
+
+
 def train(config: RunConfig) -> int:
-    """Run the configured training; returns the exit code (0 done, 1 failed, 2 refused, 130 interrupted)."""
-    stored = resolved_yaml(config)
+    """Run the configured training; returns the exit code (0 done, 1 failed, 2 refused, 85 ended in time to go on later,
+    130 interrupted)."""
+    stop, time_limit, stored = StopRequest(), make_time_limit(config), resolved_yaml(config)
+    signals = StopSignals(stop, grace_s=config.checkpoint.on_signal_s if makes_checkpoints(config) else 0.0)
     backend = resolve_backend(config.cluster.device)
     config = settle(config, backend)
-    signal.signal(signal.SIGTERM, _interrupt)
     with RunConsole() as console:
         for note in start_up_notes(config):
             console.note(note)
         console.phase("reading prompts")
         data = make_data(config, console)
-        directory = open_run_directory(config.run, resume=config.trainer.resume)
-        if directory.moved_aside is not None:
-            console.note(f"the earlier run of this name is now in {directory.moved_aside}")
+        directory, found = open_run(config, stored, console.note)
         write_atomically(directory.config, stored)
         log_to_file(directory.logs / "controller.log")
         observer = RunObserver(config, directory, console=console, trackers=make_trackers(config, directory, console))
+        if found is not None:
+            observer.last_step, observer.checkpoint = found.manifest.step, found.folder
+        run = _Plan(
+            config=config,
+            stored=stored,
+            backend=backend,
+            directory=directory,
+            data=data,
+            found=found,
+            stop=stop,
+            time_limit=time_limit,
+        )
         exit_reason, code = "failed", 1
         try:
-            _run(config, backend, directory, console, observer, data)
-            exit_reason, code = "completed", 0
-        except KeyboardInterrupt:
-            exit_reason, code = "interrupted", 130
-            console.note(f"interrupted after step {observer.last_step}; {observer.saved}")
+            exit_reason, code = _run(run, console, observer, signals)
+        except KeyboardInterrupt as interrupt:
+            exit_reason, code = "interrupted", ended_early(signals.asked_by_scheduler, observer)
+            console.note(f"interrupted{_because(interrupt)} after step {observer.last_step}; {observer.saved}")
         except MegappoError as error:
             exit_reason, code = f"failed: {type(error).__name__}", error.exit_code
             console.note(f"{error}\nended after step {observer.last_step}; {observer.saved}")
         finally:
             report(config, directory, console, observer.finish(exit_reason))
     return code
+
+
+def _because(interrupt: KeyboardInterrupt) -> str:
+    return f" ({interrupt})" if str(interrupt) else ""
+
+
+def ended_early(can_be_started_again: bool, observer: RunObserver) -> int:
+    """Return the exit code of a run that ended before its last step; see `cli.signals`."""
+    return GO_ON if can_be_started_again and observer.checkpoint is not None else INTERRUPTED
 
 
 def settle(config: RunConfig, backend: Backend) -> RunConfig:
@@ -95,16 +142,26 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
 
 
-def _run(  # the composition root names every part
-    config: RunConfig,
-    backend: Backend,
-    directory: RunDirectory,
-    console: RunConsole,
-    observer: RunObserver,
-    data: RunData,
-) -> None:
-    """Start the processes, run the loop and stop them."""
-    with Session(config, backend=backend, log_dir=directory.logs, report=console.phase, note=console.note) as session:
+def _run(run: _Plan, console: RunConsole, observer: RunObserver, signals: StopSignals) -> tuple[str, int]:
+    """Do what is left of a run; returns how it ended and its exit code."""
+    if run.is_finished:
+        assert run.found is not None
+        observer.on_start(run.found.manifest.step, run.found.folder)
+        done = f"all steps are done already, the last of them is in {run.found.folder}"
+        console.note(f"{done} (a larger trainer.total_steps goes on from there)")
+        return "completed", 0
+    if _train(run, console, observer, signals):
+        return "completed", 0
+    console.note(f"ended early ({run.stop.reason}) after step {observer.last_step}; {observer.saved}")
+    return "interrupted", ended_early(run.stop.reason != SIGTERM, observer)
+
+
+def _train(run: _Plan, console: RunConsole, observer: RunObserver, signals: StopSignals) -> bool:
+    """Start the processes, run the loop and stop them. Returns whether the loop came to its last step."""
+    config, directory, data = run.config, run.directory, run.data
+    with Session(
+        config, backend=run.backend, log_dir=directory.logs, report=console.phase, note=console.note
+    ) as session:
         session.start_training()
         model = read_config(Path(config.model.path))
         parts = Components(
@@ -118,21 +175,36 @@ def _run(  # the composition root names every part
             kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
             workload=workload_of_model(model),
             throughput=_throughput(config, session, model),
-            parity=ParitySink(
-                folder=directory.parity,
-                warn=console.note,
+            records=RecordSink(
+                folder=directory.records,
+                checkpoints=directory.checkpoints.resolve(),
+                config=run.stored,
                 decode=partial(decode_response, data.tokenizer),
+                warn=console.note,
             ),
         )
         controller = PPOController(
-            parts, validation=data.validation, checkpoint_dir=directory.checkpoints.resolve(), observer=observer
+            parts,
+            validation=data.validation,
+            directory=directory,
+            observer=observer,
+            resume_from=None if run.found is None else run.found.folder.resolve(),
+            side_files={"config.yaml": run.stored, "versions.json": json.dumps(package_versions(), indent=1)},
+            stop=run.stop,
+            time_limit=run.time_limit,
         )
         shown = data.validation[:_SHOWN_ANSWERS]
-        controller.prepare()
+        controller.prepare(partial(earlier_checkpoint, run.config, run.stored))
         before = answers(parts, shown)
-        controller.fit()
-        console.answers(compare_answers(before, answers(parts, shown)))
+        signals.begin_loop()
+        try:
+            complete = controller.fit()
+        finally:
+            signals.end_loop()
+        if complete:
+            console.answers(compare_answers(before, answers(parts, shown)))
         console.phase("stopping engines and workers")
+        return complete
 
 
 def _throughput(config: RunConfig, session: Session, policy: Mapping[str, Any]) -> StepThroughput:
@@ -168,6 +240,7 @@ def make_trackers(config: RunConfig, directory: RunDirectory, console: RunConsol
                     experiment=config.tracking.experiment,
                     run_name=config.run.name,
                     artifacts=directory.path / "mlflow",
+                    id_file=directory.mlflow_run,
                 ),
                 name="MLflow",
                 warn=console.note,
@@ -227,7 +300,3 @@ def next_steps(config: RunConfig, directory: RunDirectory, *, completed: bool) -
 
 def _shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -18,6 +18,7 @@ from megappo.batch.refs import Ref
 from megappo.cluster.engine_keeper import EngineKeeper, EngineState
 from megappo.cluster.kept_tokens import KeptGroup, KeptTokens
 from megappo.cluster.recovery import EngineRecovery, Spawn
+from megappo.cluster.restoring import WeightRestorer
 from megappo.cluster.rollout_host import GenerateCall, GroupReport
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
@@ -34,14 +35,10 @@ _ABORT_AGAIN_S = 0.5
 """A request that is on its way to an engine when that is told to abort is missed, and aborted the next time."""
 
 
-@dataclass(frozen=True)
-class NeedsWeights:
-    """Message to a job's thread: hand the weights over to this engine, which then helps."""
+_ANSWER_S = 30.0
+"""What an answer may take over the engine's own deadline, which comes first and says more."""
 
-    engine: int
-
-
-Message = FinishedGroup | NeedsWeights | MegappoError | None
+Message = FinishedGroup | MegappoError | None
 """What a job's thread reads; None is the end."""
 
 
@@ -59,7 +56,6 @@ class Job:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     complete: int = 0
     stopping: bool = False
-    calls: int = 0
     failures: dict[int, list["_Failure"]] = field(default_factory=dict[int, list["_Failure"]])
     """By key, those since the group last came back from an engine."""
 
@@ -101,6 +97,13 @@ class Generation:
         """Calls answered, by engine."""
         self._asked: set[int] = set()
         """Engines that are being asked, after a failed call, whether they are well."""
+        self.restorer = WeightRestorer(
+            keepers,
+            recovery=recovery,
+            spawn=spawn,
+            is_generating=self._is_generating,
+            trainer_failed=self._trainer_failed,
+        )
 
     def open(self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int, wanted: int | None) -> Job:
         """Begin a job. Raises EngineError when no engine is left."""
@@ -118,6 +121,7 @@ class Generation:
         self._jobs[job.number] = job
         self._dispatcher.add([self._work(key, draw, job) for key, draw in job.draws.items()])
         self._close_if_settled(job)
+        self.restorer.begin()
         self._pump()
         return job
 
@@ -134,17 +138,12 @@ class Generation:
             home=None if begun is None else begun.engine,
         )
 
-    def claim_fresh(self) -> list[int]:
-        """Return the engines that wait for weights; the caller gives them some."""
-        fresh = [keeper for keeper in self._keepers if keeper.state is EngineState.fresh]
-        for keeper in fresh:
-            keeper.state = EngineState.fetching
-        return [keeper.index for keeper in fresh]
+    def _is_generating(self) -> bool:
+        return any(not job.stopping for job in list(self._jobs.values()))
 
-    def unclaim(self, index: int) -> None:
-        """Let an engine wait for weights again that the caller could not give it."""
-        if self._keepers[index].state is EngineState.fetching:
-            self._keepers[index].state = EngineState.fresh
+    def _trainer_failed(self, error: MegappoError) -> None:
+        for job in list(self._jobs.values()):
+            self._end_job(job, error)
 
     async def close(self, job: Job) -> None:
         """End a job early; returns when no engine works for it any more."""
@@ -177,21 +176,18 @@ class Generation:
             draws=draws,
             begun=[position for position, group in enumerate(begun) if group is not None],
             sampling=job.sampling,
-            seed=job.seed + keeper.index + len(self._keepers) * job.calls,
+            seed=job.seed,  # the same for all engines: who answers a prompt depends on their speed
         )
-        job.calls += 1
         arguments = [group.ref for group in begun if group is not None]
         refs = keeper.host.generate.options(num_returns=3 * len(works)).remote(call, *arguments)
-        # The engine's own deadline, one batch at a time, comes first and says more.
         request_timeout_s = self._config.rollout.request_timeout_s
-        timeout_s = request_timeout_s * len(works) + 30.0
         try:
-            reports = await asyncio.wait_for(asyncio.gather(*refs[::3]), timeout_s)
+            reports = await asyncio.wait_for(asyncio.gather(*refs[::3]), request_timeout_s + _ANSWER_S)
         except (RayError, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 error = TimeoutError(
-                    f"no answer within {timeout_s:g} s (rollout.request_timeout_s={request_timeout_s:g} for each of "
-                    f"{len(works)} groups: raise it, or lower max_new_tokens={job.sampling.max_new_tokens})"
+                    f"no answer within {request_timeout_s + _ANSWER_S:g} s, and "
+                    f"rollout.request_timeout_s={request_timeout_s:g} interrupts what takes longer"
                 )
             if keeper.life == life:
                 await self._call_failed(keeper, works, error, job=job)
@@ -347,11 +343,8 @@ class Generation:
         return len(lost)
 
     def engine_is_fresh(self, index: int) -> None:
-        """Have the thread of the oldest job give an engine its weights; without a job it waits for the next one."""
-        job = next((job for job in self._jobs.values() if not job.stopping), None)
-        if job is not None:
-            self._keepers[index].state = EngineState.fetching
-            job.outbox.put(NeedsWeights(index))
+        """Give an engine its weights; where nothing is generated it waits for the next job, or the next hand-over."""
+        self.restorer.begin()
 
     def engine_serves(self, index: int) -> None:
         """Let an engine take groups."""

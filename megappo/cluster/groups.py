@@ -10,10 +10,11 @@ import ray
 from megappo.algo.experience import ExperienceTotals, RewardTotals
 from megappo.algo.selection import SelectionMoments
 from megappo.balance.layout import RankLayout
-from megappo.batch.fields import concat
+from megappo.batch.fields import Packed, concat
 from megappo.batch.refs import Ref
 from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, TokenField
+from megappo.cluster.pending_save import GroupSave
 from megappo.cluster.placement import Slot
 from megappo.cluster.runtime import Call, gather
 from megappo.cluster.workers import ActorWorker, BatchCall, CriticWorker, ShardCall, TrainingWorker, WorkerSpec
@@ -135,13 +136,25 @@ class TrainingGroup:
         if self._offload.params or self._offload.grads or self._offload.optimizer:
             self.run("offload", keep_params=keep_params)
 
-    def save(self, folder: str) -> None:
-        """Write the role's checkpoint into a folder."""
-        self.run("save", folder)
+    def save(self, folder: str, *, asynchronous: bool = False) -> GroupSave:
+        """Write the role's checkpoint into an existing folder; with `asynchronous`, return once the state is copied."""
+        self.run("begin_save", folder)
+        pending = GroupSave(self)
+        if not asynchronous:
+            pending.wait()
+        return pending
 
     def load(self, folder: str) -> None:
         """Read the role's checkpoint from a folder."""
         self.run("load", folder)
+
+    def save_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder."""
+        self.run("save_hf", folder)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Checksum of every weight, by its Hugging Face name."""
+        return {name: found for part in self.run("weight_checksums") for name, found in part.items()}
 
     def stop(self) -> None:
         """End all processes at once."""
@@ -214,9 +227,9 @@ class ActorGroup(TrainingGroup):
             calls.append(self.call(self.output_rank(data_rank), method, call, **mine, **kwargs))
         return [pair for pairs in gather(calls, phase=method, timeout_s=self._timeout_s) for pair in pairs]
 
-    def read_sequences(self, experience: Sequence[Ref[Experience]], sequence_ids: Sequence[int]) -> Experience:
-        """A few sequences, in any order."""
-        return concat(cast(list[Experience], self._shard_call("read_sequences", experience, list(sequence_ids))))
+    def read_sequences(self, batches: Sequence[Ref[Packed]], sequence_ids: Sequence[int]) -> Packed:
+        """Some sequences of a step, shard after shard."""
+        return concat(cast(list[Packed], self._shard_call("read_sequences", batches, list(sequence_ids))))
 
     def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:
         """Moments of each shard's loss tokens."""
@@ -228,14 +241,10 @@ class ActorGroup(TrainingGroup):
         """The best keys of each shard's loss tokens."""
         return self._shard_call("selection_keys", experience, selection, count)
 
-    def _shard_call(self, method: str, experience: Sequence[Ref[Experience]], *args: Any) -> list[Any]:
+    def _shard_call(self, method: str, batches: Sequence[Ref[Any]], *args: Any) -> list[Any]:
         """Run a method that returns one result per shard on the output rank of each data-parallel rank."""
         calls = [
-            self.call(self.output_rank(data_rank), method, self.per_data_rank(experience, data_rank), *args)
+            self.call(self.output_rank(data_rank), method, self.per_data_rank(batches, data_rank), *args)
             for data_rank in range(self.layout.data)
         ]
         return [part for parts in gather(calls, phase=method, timeout_s=self._timeout_s) for part in parts]
-
-    def save_hf(self, folder: str) -> None:
-        """Write the actor as a Hugging Face folder."""
-        self.run("save_hf", folder)

@@ -2,10 +2,12 @@
 
 Sources and engines work at the same time; `megappo.weight_sync.receive` holds the order of an engine's side. A group
 whose broadcast broke is dead, so after a failure, and whenever the engines are others than the last time, new groups
-are joined, named with a generation number.
+are joined, named with a generation number. An attempt has one deadline for all its calls, however many buckets and
+sources there are.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from megappo.weights.buckets import BucketMeta
 from megappo.weights.checksums import HeldTensor
 from megappo.weights.delivery import Delivery, FolderDelivery, GroupDelivery, SharedDelivery
 
+_ANSWER_S = 5.0
+"""What an answer may take over the engine's own deadline, which comes first and says more."""
 _LEAVE_S = 5.0
 """How long engines may take to leave groups that are given up."""
 
@@ -79,12 +83,19 @@ class HandOver:
         self.num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         self._flow = TRANSPORTS.get(self._settings.transport).flow
         self._versions = VersionFolder(folder, source=Path(config.model.path))
-        self._connected: list[tuple[int, int]] = []
-        """Engines and the numbers of their processes to which the open senders send; none after a failure."""
+        self._lives: Mapping[int, int] = {}
+        """Numbers of the processes of the engines that the attempt under way is made with."""
+        self._connected: Mapping[int, int] = {}
+        """The same of the engines to which the open senders send; none after a failure."""
         self._groups: list[str] = []
         self._generation = 0
+        self._deadline = 0.0
         if self._flow is Flow.handed:
             self._require_one_machine()
+
+    def sent_names(self) -> list[set[str]]:
+        """Return the names of the tensors that each source sends."""
+        return [{name for bucket in source.buckets for name in bucket.names} for source in self._sources]
 
     def _require_one_machine(self) -> None:
         calls = [*self._actor.calls("node"), *self._rollout.calls("node")]
@@ -95,47 +106,49 @@ class HandOver:
                 f"run on {', '.join(sorted(nodes))} (use weight_sync.transport=broadcast or disk, or one machine)"
             )
 
-    @property
-    def _limit_s(self) -> float:
-        """Longest time of a call that may wait for all buckets of all sources."""
-        return self._settings.timeout_s * (len(self._buckets) + 3) + 30.0
+    def _begin_time(self) -> None:
+        """From now on `weight_sync.timeout_s` counts."""
+        self._deadline = time.monotonic() + self._settings.timeout_s
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline - time.monotonic()) + _ANSWER_S
 
     # Connections
 
-    def connect(self, engines: Sequence[int], version: int) -> None:
-        """Open senders to these engines, unless they are. Raises AttemptFailed."""
-        wanted = [(engine, self._rollout.life(engine)) for engine in engines]
-        if wanted == self._connected and self._flow is Flow.streamed:
+    def _connect(self, version: int) -> None:
+        """Open senders to the engines, unless they are. Raises AttemptFailed."""
+        if self._lives == self._connected and self._flow is Flow.streamed:
             return
         self._disconnect()
         self._generation += 1
-        self._connected = wanted
+        self._connected = self._lives
+        self._begin_time()
         folder = self._versions.start(version) if self._flow is Flow.stored else None
         files = iter(self._versions.files(len(self._buckets)))
         for source in self._sources:
             name = f"{source.name}-{self._generation}"
             spec = SenderSpec(
                 name=name,
-                engine_ranks=self._width * len(engines),
+                engine_ranks=self._width * len(self._lives),
                 folder=folder,
                 files=[next(files) for _ in source.buckets],
                 backend=self._backend,
-                timeout_s=self._limit_s if self._flow is Flow.streamed else self._settings.timeout_s,
+                timeout_s=self._settings.timeout_s,
             )
-            self._open(source, spec, engines)
+            self._open(source, spec)
 
-    def _open(self, source: _Source, spec: SenderSpec, engines: Sequence[int]) -> None:
+    def _open(self, source: _Source, spec: SenderSpec) -> None:
         """Open one sender and, where there is a group, have the engines join it."""
         joins: list[EngineCall] = []
         if self._flow is Flow.streamed:
             meeting = [self._actor.call(source.rank, "rendezvous")]
-            spec = spec.at(*gather(meeting, phase="weight group", timeout_s=self._settings.timeout_s)[0])
+            spec = spec.at(*gather(meeting, phase="weight group", timeout_s=self._left_s())[0])
             self._groups.append(spec.name)
             joins = [
                 self._engine_call(engine, "join_weight_group", self._member(spec, position))
-                for position, engine in enumerate(engines)
+                for position, engine in enumerate(self._lives)
             ]
-        self._settle([self._actor.call(source.rank, "open_sender", spec)], joins, "join", self._settings.timeout_s)
+        self._settle([self._actor.call(source.rank, "open_sender", spec)], joins, "join")
 
     def _member(self, spec: SenderSpec, position: int) -> WeightGroup:
         return WeightGroup(
@@ -151,19 +164,23 @@ class HandOver:
         """Close what is open. Peers that wait in a group fail by that; what fails here was broken before."""
         leaving = [
             self._rollout.call(engine, "leave_weight_group", group)
-            for engine, life in self._connected
+            for engine, life in self._connected.items()
             for group in self._groups
-            if engine in self._rollout.in_service() and self._rollout.life(engine) == life
+            if self._rollout.lives().get(engine) == life
         ]
         closing = [self._actor.call(source.rank, "close_sender") for source in self._sources]
         refs = [call.ref for call in (*leaving, *closing)]
         ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_S)
-        self._connected, self._groups = [], []
+        self._connected, self._groups = {}, []
 
     # Attempts
 
-    def attempt(self, engines: Sequence[int], version: int, wanted: Sequence[HeldTensor]) -> dict[str, str]:
-        """Hand the trainer's weights over to engines, and compare the wanted tensors.
+    def attempt(self, lives: Mapping[int, int], version: int, wanted: Sequence[HeldTensor]) -> dict[str, str]:
+        """Hand the trainer's weights over to engines, and compare the wanted tensors. From begin to end it takes
+        `weight_sync.timeout_s` at most, and so does joining groups before it, where there are new ones.
+
+        Args:
+            lives: the engines, and the numbers of their processes.
 
         Returns:
             The checksums of the wanted tensors.
@@ -171,18 +188,19 @@ class HandOver:
         Raises:
             AttemptFailed: of an engine or of the trainer.
         """
+        self._lives = dict(lives)
         try:
-            self.connect(engines, version)
-            begin = [self._engine_call(engine, "begin_weights", version) for engine in engines]
+            self._connect(version)
+            self._begin_time()
             ready = [self._actor.call(rank, "begin_sending", list(wanted)) for rank in self._feeding]
-            self._settle(ready, begin, "begin", self._limit_s)
+            self._settle(ready, self._engine_calls("begin_weights", version), "begin")
             deliver = {
                 Flow.streamed: self._stream,
                 Flow.handed: self._hand,
                 Flow.stored: self._store,
             }[self._flow]
-            sent = deliver(engines, version)
-            self._close(engines, sent, wanted)
+            sent = deliver(version)
+            self._close(sent, wanted)
         except AttemptFailed:
             self._disconnect()
             raise
@@ -192,20 +210,22 @@ class HandOver:
             self._disconnect()  # senders would keep the memory of their last bucket until the next hand-over
         return sent
 
-    def load_kept(self, engine: int, version: int, sent: dict[str, str]) -> bool:
-        """Have one engine load the version from where it is stored, and compare. Returns whether it is stored.
+    def load_kept(self, lives: Mapping[int, int], version: int, sent: dict[str, str]) -> bool:
+        """Have engines load the version from where it is stored, and compare. Returns whether it is stored.
 
         Raises:
-            AttemptFailed: of the engine.
+            AttemptFailed: of an engine.
         """
         if self._flow is not Flow.stored:
             return False
-        self._settle([], [self._engine_call(engine, "begin_weights", version)], "begin", self._limit_s)
-        self._load([engine], [self._stored_load(version)])
-        self._settle([], [self._engine_call(engine, "close_weights", sent)], "close", self._limit_s)
+        self._lives = dict(lives)
+        self._begin_time()
+        self._settle([], self._engine_calls("begin_weights", version), "begin")
+        self._load([self._stored_load(version)])
+        self._settle([], self._engine_calls("close_weights", sent), "close")
         return True
 
-    def _stream(self, engines: Sequence[int], version: int) -> dict[str, str]:
+    def _stream(self, version: int) -> dict[str, str]:
         """Have the engines receive what is being sent."""
         # The sources first: an engine that waits for a bucket nobody sends is stuck until its deadline.
         sending = [self._actor.call(rank, "send_weights") for rank in self._feeding]
@@ -214,45 +234,45 @@ class HandOver:
             for source, group in zip(self._sources, self._groups)
             for number in range(1, len(source.buckets) + 1)
         ]
-        receiving = [self._engine_call(engine, "load_weights", loads) for engine in engines]
-        return _joined(self._settle(sending, receiving, "weight hand-over", self._limit_s, freeing=True))
+        receiving = self._engine_calls("load_weights", loads)
+        return _joined(self._settle(sending, receiving, "weight hand-over", freeing=True))
 
-    def _hand(self, engines: Sequence[int], version: int) -> dict[str, str]:
+    def _hand(self, version: int) -> dict[str, str]:
         """Have the engines open bucket after bucket. A rank feeds others while it gathers its own, so every rank is
         kept going that does not hold a bucket of its own, also when an engine fails."""
         try:
-            return self._hand_all(engines)
+            return self._hand_all()
         except AttemptFailed:
             # Not waited for: whatever these ranks are asked next comes after it.
             for source in self._sources:
                 self._actor.call(source.rank, "drop_weights")
             raise
 
-    def _hand_all(self, engines: Sequence[int]) -> dict[str, str]:
+    def _hand_all(self) -> dict[str, str]:
         senders = {source.rank for source in self._sources}
         finishing = [self._actor.call(rank, "send_weights") for rank in self._feeding if rank not in senders]
         first = {source.rank: self._actor.call(source.rank, "send_bucket") for source in self._sources}
         for source in self._sources:
             laid_out = first[source.rank]
             for number in range(1, len(source.buckets) + 1):
-                payloads: dict[int, bytes] = self._settle([laid_out], [], "send bucket", self._limit_s)[0]
+                payloads: dict[int, bytes] = self._settle([laid_out], [], "send bucket")[0]
                 calls: list[EngineCall] = []
-                for position, engine in enumerate(engines):
+                for position, engine in enumerate(self._lives):
                     ranks = range(position * self._width, (position + 1) * self._width)
                     delivery = SharedDelivery(payloads=[payloads[rank] for rank in ranks])
                     calls.append(self._engine_call(engine, "load_weights", [source.load(number, delivery)]))
-                self._settle([], calls, "weight hand-over", self._limit_s)
+                self._settle([], calls, "weight hand-over")
                 if number < len(source.buckets):
                     laid_out = self._actor.call(source.rank, "send_bucket")
             finishing.append(self._actor.call(source.rank, "send_weights"))
-        return _joined(self._settle(finishing, [], "send weights", self._limit_s))
+        return _joined(self._settle(finishing, [], "send weights"))
 
-    def _store(self, engines: Sequence[int], version: int) -> dict[str, str]:
+    def _store(self, version: int) -> dict[str, str]:
         """Write everything, then have the engines load it."""
         sending = [self._actor.call(rank, "send_weights") for rank in self._feeding]
-        sent = _joined(self._settle(sending, [], "write weights", self._limit_s))
+        sent = _joined(self._settle(sending, [], "write weights"))
         self._versions.finish(version, self._buckets, dtype=self._dtype)
-        self._load(engines, [self._stored_load(version)])
+        self._load([self._stored_load(version)])
         return sent
 
     def _stored_load(self, version: int) -> Load:
@@ -266,33 +286,35 @@ class HandOver:
         folder = self._versions.path(version)
         return Load(source=folder.name, number=1, of=1, bucket=bucket, delivery=FolderDelivery(path=folder))
 
-    def _load(self, engines: Sequence[int], loads: list[Load]) -> None:
-        calls = [self._engine_call(engine, "load_weights", loads) for engine in engines]
-        self._settle([], calls, "weight hand-over", self._limit_s)
+    def _load(self, loads: list[Load]) -> None:
+        self._settle([], self._engine_calls("load_weights", loads), "weight hand-over")
 
-    def _close(self, engines: Sequence[int], sent: dict[str, str], wanted: Sequence[HeldTensor]) -> None:
+    def _close(self, sent: dict[str, str], wanted: Sequence[HeldTensor]) -> None:
         if unsent := sorted({tensor.name for tensor in wanted} - sent.keys()):
             raise WorkerError(
                 f"weight hand-over: the engines hold {len(unsent)} tensors that are not sent ({listed(unsent)})"
             )
-        closing = [self._engine_call(engine, "close_weights", sent) for engine in engines]
-        self._settle([], closing, "close", self._limit_s)
+        self._settle([], self._engine_calls("close_weights", sent), "close")
+
+    def _engine_calls(self, method: str, *args: Any) -> list[EngineCall]:
+        return [self._engine_call(engine, method, *args) for engine in self._lives]
 
     def _engine_call(self, engine: int, method: str, *args: Any) -> EngineCall:
-        return EngineCall(engine=engine, call=self._rollout.call(engine, method, *args))
+        return EngineCall(engine=engine, life=self._lives[engine], call=self._rollout.call(engine, method, *args))
 
     def _settle(
-        self,
-        trainer: Sequence[Call],
-        engines: Sequence[EngineCall],
-        phase: str,
-        timeout_s: float,
-        *,
-        freeing: bool = False,
+        self, trainer: Sequence[Call], engines: Sequence[EngineCall], phase: str, *, freeing: bool = False
     ) -> list[Any]:
         """Return the trainer's answers. Raises AttemptFailed, after closing what others wait in where `freeing`."""
         on_failure: Callable[[], None] = self._disconnect if freeing else lambda: None
-        answers, failures = settle(trainer, engines, phase=phase, timeout_s=timeout_s, on_failure=on_failure)
+        answers, failures = settle(
+            trainer,
+            engines,
+            phase=phase,
+            timeout_s=round(self._left_s(), 1),
+            limit=f" (weight_sync.timeout_s={self._settings.timeout_s:g} for all of the hand-over)",
+            on_failure=on_failure,
+        )
         if failures:
             raise AttemptFailed(failures)
         return answers

@@ -2,7 +2,7 @@
 finished nor begun groups die with the engine that sampled them."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,21 @@ class KeptTokens:
             self._begun = {
                 group_id: group for group_id, group in self._begun.items() if dropped.isdisjoint(group.sequence_ids)
             }
+
+    def adopt(self, finished: Iterable[KeptGroup], begun: Mapping[int, KeptGroup]) -> None:
+        """Keep groups of an earlier run; begun ones by their id."""
+        with self._lock:
+            for group in finished:
+                self._finished.update(dict.fromkeys(group.sequence_ids, group))
+            self._begun |= begun
+
+    def of(self, sequence_ids: Iterable[int]) -> tuple[list[KeptGroup], dict[int, KeptGroup]]:
+        """Return the groups that some sequences are in, each once: finished ones, and begun ones by their id."""
+        with self._lock:
+            wanted = set(sequence_ids)
+            finished = {group.sequence_ids[0]: group for key, group in self._finished.items() if key in wanted}
+            begun = {key: group for key, group in self._begun.items() if not wanted.isdisjoint(group.sequence_ids)}
+        return list(finished.values()), begun
 
     def by_engine(
         self, shards: Sequence[Sequence[int]], engines: Sequence[int]

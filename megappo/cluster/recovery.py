@@ -6,7 +6,7 @@ first failure where `rollout.recovery.max_restarts` is 0.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError
@@ -88,17 +88,19 @@ class EngineRecovery:
         self._tell_waiting()
         self.user.engine_is_fresh(index)
 
-    def admit(self, indices: Iterable[int]) -> None:
-        """Let engines that have the weights of the last hand-over take prompts."""
-        for keeper in (self._keepers[index] for index in indices):
-            if keeper.state not in (EngineState.fresh, EngineState.fetching):
+    def admit(self, lives: Mapping[int, int]) -> None:
+        """Let engines that have the weights of the last hand-over take prompts, where the process that got them is
+        still there."""
+        for index, life in lives.items():
+            keeper = self._keepers[index]
+            if keeper.life != life or keeper.state not in (EngineState.fresh, EngineState.fetching):
                 continue
             keeper.state = EngineState.serving
             if (since := self._failed_at.pop(keeper.index, None)) is not None:
                 seconds = time.monotonic() - since
                 self._meter.recovered(seconds)
                 self._say(f"{keeper.name} takes prompts again, {seconds:.1f} s after its failure was found")
-            self._spawn(self._watch(keeper, keeper.life))
+            self._spawn(self._watch(keeper, life))
             self.user.engine_serves(keeper.index)
 
     def fail(self, index: int, error: MegappoError, *, life: int) -> None:

@@ -2,28 +2,35 @@
 fail are replaced (`cluster.recovery`) while their prompts go on (`cluster.generation`)."""
 
 import asyncio
+import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 
+from megappo.batch.fields import concat, empty, select
 from megappo.batch.refs import Ref
+from megappo.batch.stages import RolloutBatch
+from megappo.cluster.begun_answers import open_begun, pack_begun
 from megappo.cluster.engine_keeper import EngineKeeper, EngineState
-from megappo.cluster.generation import Generation, Job, NeedsWeights
-from megappo.cluster.kept_tokens import KeptTokens
+from megappo.cluster.generation import Generation, Job
+from megappo.cluster.kept_tokens import KeptGroup, KeptTokens
 from megappo.cluster.placement import Slot
 from megappo.cluster.recovery import EngineRecovery
+from megappo.cluster.restoring import Restore
 from megappo.cluster.runtime import Call, gather
 from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
-from megappo.controller.ports import Draw, FinishedGroup, Shard
+from megappo.controller.ports import Draw, FinishedGroup, HeldRollouts, Shard
 from megappo.errors import EngineError, MegappoError, WorkerError
 from megappo.observability.logging import get_logger
 from megappo.observability.metrics import Metrics
+from megappo.rollout.engine import SampledResponse
 from megappo.rollout.usage import UsageMeter
 
 logger = get_logger(__name__)
@@ -79,7 +86,6 @@ class RolloutPool:
             )
         self._kept = KeptTokens()
         self._meter = UsageMeter()
-        self._restore: Callable[[int], None] = lambda _engine: None
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._recovery = EngineRecovery(config, self._keepers, meter=self._meter, note=note, spawn=self._spawn)
@@ -143,9 +149,9 @@ class RolloutPool:
         for keeper, sequences in zip(self._keepers, at_once):
             self._run(lambda index=keeper.index, sequences=sequences: self._recovery.started(index, sequences))
 
-    def restore_with(self, restore: Callable[[int], None]) -> None:
-        """Name the function that brings one engine to the weights of the last hand-over."""
-        self._restore = restore
+    def restore_with(self, restore: Restore) -> None:
+        """Name the function that brings one engine to the weights of the last hand-over; it is called in a thread."""
+        self._generation.restorer.restore = restore
 
     def in_service(self) -> list[int]:
         """Return the engines that take part in a hand-over."""
@@ -155,16 +161,20 @@ class RolloutPool:
         """Return the number of an engine's process: another one knows nothing of groups joined before."""
         return self._keepers[engine].life
 
-    def admit(self, engines: Sequence[int]) -> None:
-        """Let engines take prompts, since they have the weights of the last hand-over."""
-        self._run(lambda: self._recovery.admit(engines))
+    def lives(self) -> dict[int, int]:
+        """Return the same of all engines in service."""
+        return {keeper.index: keeper.life for keeper in self._keepers if keeper.in_service}
 
-    def quarantine(self, engine: int, reason: str) -> None:
-        """Take an engine that is in service out of it; it is started anew as `rollout.recovery` says."""
+    def admit(self, lives: Mapping[int, int]) -> None:
+        """Let engines take prompts, since these processes of them have the weights of the last hand-over."""
+        self._run(lambda: self._recovery.admit(lives))
+
+    def quarantine(self, engine: int, reason: str, *, life: int) -> None:
+        """Take an engine out of service, if that process of it still is; it is started anew as `rollout.recovery`
+        says."""
         keeper = self._keepers[engine]
-        if keeper.in_service:
-            named = reason if reason.startswith(keeper.name) else f"{keeper.name}: {reason}"
-            self._fail(keeper, keeper.life, EngineError(named))
+        named = reason if reason.startswith(f"rollout engine {engine} ") else f"{keeper.name}: {reason}"
+        self._fail(keeper, life, EngineError(named))
 
     def _fail(self, keeper: EngineKeeper, life: int, error: MegappoError) -> None:
         self._run(lambda: self._recovery.fail(keeper.index, error, life=life))
@@ -191,14 +201,12 @@ class RolloutPool:
         Raises:
             EngineError: no engine is left, or `rollout.recovery.max_restarts` is 0 and one failed.
             RequestError: no engine can answer one of the prompts.
-            WorkerError: the trainer failed while it gave a restarted engine its weights.
+            WorkerError: the trainer failed while it gave a restarted engine its weights; that engine waits for others.
         """
-        for engine in self._run(self._generation.claim_fresh):
-            self._give_weights(engine)
         job = self._run(lambda: self._generation.open(draws, sampling, seed=seed, wanted=wanted))
         try:
             yield from self._read(job)
-        except (GeneratorExit, WorkerError):
+        except GeneratorExit:
             self._wait(self._generation.close(job))
             raise
 
@@ -206,25 +214,7 @@ class RolloutPool:
         while (message := job.outbox.get()) is not None:
             if isinstance(message, MegappoError):
                 raise message
-            if isinstance(message, NeedsWeights):
-                self._give_weights(message.engine)
-            else:
-                yield message
-
-    def _give_weights(self, engine: int) -> None:
-        """Bring an engine that was restarted to the weights of the last hand-over, and let it take prompts. What fails
-        at the trainer is no fault of the engine's: WorkerError is raised, and the engine goes on waiting."""
-        keeper = self._keepers[engine]
-        life = keeper.life
-        try:
-            self._restore(engine)
-        except EngineError as error:
-            self._fail(keeper, life, error)
-        except WorkerError:
-            self._run(lambda: self._generation.unclaim(engine))
-            raise
-        else:
-            self.admit([engine])
+            yield message
 
     def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
         """Cut sampled sequences into shards; the engines forget them, and those to `forget`."""
@@ -238,6 +228,44 @@ class RolloutPool:
         for sequence_ids in shards:
             self._kept.forget(sequence_ids)
         return packed
+
+    def read(self, sequence_ids: Sequence[int]) -> HeldRollouts:
+        """Bring here what is held of some sequences; see the port."""
+        finished, begun = self._kept.of(sequence_ids)
+        batches: list[RolloutBatch] = self._fetch(finished)
+        answers: list[list[SampledResponse]] = self._fetch(list(begun.values()))
+        whole = concat(batches or [empty(RolloutBatch)])
+        by_id = np.argsort(whole.sequence_ids)  # engines finish in any order
+        return HeldRollouts(
+            complete=select(whole, by_id[np.isin(whole.sequence_ids[by_id], list(sequence_ids))]),
+            begun=pack_begun({key: (begun[key].sequence_ids, found) for key, found in zip(begun, answers)}),
+        )
+
+    def _fetch(self, groups: Sequence[KeptGroup]) -> list[Any]:
+        calls = [
+            Call(ref=group.ref, worker=(keeper := self._keepers[group.engine]).name, log_paths=keeper.log_paths)
+            for group in groups
+        ]
+        return gather(calls, phase="read", timeout_s=self._config.rollout.request_timeout_s)
+
+    def adopt(self, held: HeldRollouts) -> None:
+        """Hold what an earlier run has read; see the port."""
+        engines = itertools.cycle(range(len(self._keepers)))
+        whole, finished = held.complete, list[KeptGroup]()
+        for group_id in np.unique(whole.group_ids):
+            group = select(whole, np.flatnonzero(whole.group_ids == group_id))
+            ids: list[int] = group.sequence_ids.tolist()
+            finished.append(KeptGroup(ref=ray.put(group), engine=next(engines), sequence_ids=ids))
+        begun = {
+            group_id: KeptGroup(
+                ref=ray.put(answers),
+                engine=next(engines),
+                sequence_ids=ids,
+                begun_tokens=sum(len(answer.tokens) for answer in answers),
+            )
+            for group_id, (ids, answers) in open_begun(held.begun).items()
+        }
+        self._kept.adopt(finished, begun)
 
     def _cut(self, shards: Sequence[Sequence[int]]) -> list[tuple[int, Ref[Any]]] | None:
         """Have each engine cut the groups near it into shards. Returns (number of the shard, piece); None after a
@@ -300,7 +328,7 @@ class RolloutPool:
         logger.info("%s: %d engines, %.3f s", method, len(calls), time.perf_counter() - start)
 
     def take_metrics(self) -> Metrics:
-        """Return how the engines were used since the last call: `rollout/goodput_tokens_per_s`, idle shares, retries,
+        """Return how the engines were used since the last call: `perf/goodput_tokens_per_s`, idle shares, retries,
         restarts."""
         return self._run(lambda: self._meter.take(time.monotonic()))
 

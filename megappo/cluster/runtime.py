@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -54,6 +55,9 @@ def start_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
         WorkerError: no cluster answers, or Ray did not start here, twice.
     """
     terminate = signal.getsignal(signal.SIGTERM)
+    # What a call fails with is told by whoever waits for it; Ray would print it once more for every other object that
+    # the call was to return.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         if cluster.address is None:
             _start_own_ray(cluster, num_cpus=num_cpus)
@@ -78,10 +82,11 @@ def _connect(address: str) -> None:
 def _start_own_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
     """Start Ray, at the second try if need be: its processes wait 30 s for each other, which a busy machine may miss
     (ray/_private/node.py:428,1405)."""
-    # A Ray of our own listens on loopback and ends with this process; its token authentication only adds a warning.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray listens on all addresses of this machine, whatever it is told. The key is the run's own: without one Ray would
+    # make one that stays in the home folder. It says so in a warning that the logging level below leaves out.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # All is on this machine, so that collectives listen on loopback, too.
+    # All processes are on this machine, so that collectives meet on loopback.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     first = _try_to_start(cluster, num_cpus=num_cpus)
@@ -107,7 +112,6 @@ def _try_to_start(cluster: ClusterConfig, *, num_cpus: int) -> Exception | None:
             object_store_memory=cluster.object_store_bytes,
             logging_level=logging.ERROR,
             log_to_driver=False,
-            _node_ip_address="127.0.0.1",
         )
     except Exception as error:  # whatever the start of a foreign program may raise; Ray has no class of its own for it
         # Ray gives up on what it has started, and that would go on.

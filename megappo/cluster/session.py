@@ -19,6 +19,7 @@ from megappo.cluster.weight_sync import RayWeightSync
 from megappo.config.cluster import DeviceKind
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
+from megappo.errors import listed
 
 Report = Callable[[str], None]
 
@@ -92,6 +93,8 @@ class Session:
             backend=self._backend,
             run_folder=self._log_dir.parent,
         )
+        if names := self.weight_sync.uncompared:
+            self._report(f"weights that are handed over and not compared by checksum: {listed(names)}")
         self.rollout.restore_with(self.weight_sync.restore)
 
     def start_actor(self) -> None:

@@ -23,6 +23,8 @@ class Failure:
 
     engine: int | None
     """Whose it was; None: the trainer's."""
+    life: int = 0
+    """Number of the engine's process that the attempt was made with."""
     error: MegappoError
     severity: int
     """0: the process died, 1: it failed by itself, 2: a connection broke."""
@@ -33,6 +35,8 @@ class EngineCall:
     """A call to an engine host."""
 
     engine: int
+    life: int
+    """Number of the engine's process that it was made for."""
     call: Call
 
 
@@ -42,24 +46,32 @@ def settle(
     *,
     phase: str,
     timeout_s: float,
+    limit: str = "",
     on_failure: Callable[[], None] = lambda: None,
 ) -> tuple[list[Any], list[Failure]]:
     """Wait for all calls. After the first failure `on_failure` is called, to free those that wait for the failed one.
 
+    Args:
+        limit: where `timeout_s` comes from, for messages.
+
     Returns:
         The answers of the trainer's calls (only where nothing failed), and the failures.
     """
-    owners: list[tuple[int | None, Call]] = [(None, call) for call in trainer]
-    owners += [(each.engine, each.call) for each in engines]
-    calls = [call for _, call in owners]
+    calls = [*trainer, *(each.call for each in engines)]
     outcome = wait_for(calls, timeout_s=timeout_s, grace_s=_GRACE_S, on_failure=on_failure)
-    late = dict.fromkeys(outcome.late, TimeoutError(f"no answer {outcome.limit}"))
-    failures = [_failure(*owners[position], error, phase) for position, error in (outcome.failed | late).items()]
+    late = dict.fromkeys(outcome.late, TimeoutError(f"no answer {outcome.limit}{limit}"))
+    failures: list[Failure] = []
+    for position, error in (outcome.failed | late).items():
+        owner = engines[position - len(trainer)] if position >= len(trainer) else None
+        failures.append(
+            Failure(
+                engine=None if owner is None else owner.engine,
+                life=0 if owner is None else owner.life,
+                error=describe_failure(error, call=calls[position], phase=phase),
+                severity=severity(error),
+            )
+        )
     return [] if failures else [ray.get(call.ref) for call in trainer], failures
-
-
-def _failure(engine: int | None, call: Call, error: Exception, phase: str) -> Failure:
-    return Failure(engine=engine, error=describe_failure(error, call=call, phase=phase), severity=severity(error))
 
 
 def causes(failures: Sequence[Failure]) -> list[Failure]:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from megappo.device.backend import Backend
 from megappo.observability.logging import get_logger
 from megappo.observability.metrics import Metrics, maximum, total
 from megappo.weight_sync.disk import versions_folder
+from megappo.weight_sync.source import comparable, uncompared
 from megappo.weights.checksums import HeldTensor, choose_held
 
 logger = get_logger(__name__)
@@ -42,7 +43,11 @@ class RayWeightSync:
         self._hand_over = HandOver(config, actor=actor, rollout=rollout, backend=backend, folder=folder)
         # Engines of a run are alike.
         call = rollout.call(rollout.in_service()[0], "held_tensors")
-        self._held: list[HeldTensor] = gather([call], phase="weight hand-over", timeout_s=settings.timeout_s)[0]
+        held: list[HeldTensor] = gather([call], phase="weight hand-over", timeout_s=settings.timeout_s)[0]
+        sent = self._hand_over.sent_names()
+        self._held = comparable(held, sent)
+        self.uncompared = [] if settings.verify is VerifyMode.none else uncompared(self._held, sent)
+        """Tensors that no checksum guards."""
         self._lock = threading.Lock()
         self._version = -1
         self._sent: dict[str, str] = {}
@@ -62,31 +67,35 @@ class RayWeightSync:
         with self._lock:
             start = time.perf_counter()
             self._version, self._updates_at_push = version, self._actor.num_updates
-            failed = 0
-            while not (engines := self._try_all(version, failed)):
-                failed += 1
-            self._rollout.admit(engines)
+            failed = self._try_until_done(version)
             seconds = time.perf_counter() - start
         return {
             "weights/version": maximum(version),
             "weights/bytes": total(self._hand_over.num_bytes),
-            "weights/verified_tensors": total(len(self._sent)),
-            "weights/failed_attempts": total(failed),
+            "perf/weight_sync_verified_tensors": total(len(self._sent)),
+            "perf/weight_sync_failed_attempts": total(failed),
             "perf/weight_sync_bytes_per_s": total(self._hand_over.num_bytes / seconds),
         }
 
-    def _try_all(self, version: int, failed: int) -> list[int]:
-        """Try once, with all engines in service. Returns them, or none where it failed and is to be tried again."""
-        if not self._rollout.in_service():
-            self._rollout.revive()
-        engines = self._rollout.in_service()
-        try:
-            self._sent = self._hand_over.attempt(engines, version, self._wanted(version, after_failure=failed > 0))
-        except AttemptFailed as attempt:
-            logger.warning("attempt %d at weight hand-over %d failed: %s", failed + 1, version, attempt)
-            self._judge(attempt, last=failed >= self._settings.retries)
-            return []
-        return engines
+    def _try_until_done(self, version: int) -> int:
+        """Try with all engines in service until it succeeds, and admit them. Returns the number of failed attempts."""
+        failed = with_these = 0
+        tried: dict[int, int] = {}
+        while True:
+            if not (lives := self._rollout.lives()):
+                self._rollout.revive()
+                continue
+            if lives != tried:  # what others could not do says nothing of these
+                tried, with_these = lives, 0
+            try:
+                self._sent = self._hand_over.attempt(lives, version, self._wanted(version, after_failure=failed > 0))
+            except AttemptFailed as attempt:
+                failed, with_these = failed + 1, with_these + 1
+                logger.warning("attempt %d at weight hand-over %d failed: %s", failed, version, attempt)
+                self._judge(attempt, last=with_these > self._settings.retries)
+            else:
+                self._rollout.admit(lives)
+                return failed
 
     def _judge(self, attempt: AttemptFailed, *, last: bool) -> None:
         """Take the engines out of service that are to blame and do not answer any more, or are to blame once too often.
@@ -99,12 +108,15 @@ class RayWeightSync:
         silent = self._silent(blamed)
         for failure in silent or (blamed if last else []):
             assert failure.engine is not None
-            self._rollout.quarantine(failure.engine, str(failure.error))
+            self._rollout.quarantine(failure.engine, str(failure.error), life=failure.life)
 
     def _silent(self, blamed: list[Failure]) -> list[Failure]:
         """Return the failures of engines that do not answer now."""
-        engines = [failure.engine for failure in blamed if failure.engine is not None]
-        calls = [EngineCall(engine=engine, call=self._rollout.call(engine, "health")) for engine in engines]
+        calls = [
+            EngineCall(engine=failure.engine, life=failure.life, call=self._rollout.call(failure.engine, "health"))
+            for failure in blamed
+            if failure.engine is not None
+        ]
         _, unwell = settle([], calls, phase="health check", timeout_s=self._health_timeout_s)
         silent = {failure.engine for failure in unwell}
         return [failure for failure in blamed if failure.engine in silent]
@@ -122,18 +134,28 @@ class RayWeightSync:
         with self._lock:
             yield
 
-    def restore(self, engine: int) -> None:
+    def restore(self, engine: int, still_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Give one engine the weights of the last push, or the newer ones of the trainer where none are stored.
+
+        Args:
+            still_wanted: asked once the trainer is free, which may take as long as a step.
+
+        Returns:
+            Whether it has them; False where they were not wanted any more.
 
         Raises:
             EngineError: the engine failed.
             WorkerError: the trainer's side failed.
         """
         with self._lock:
+            if not still_wanted():
+                return False
+            lives = {engine: self._rollout.life(engine)}
             # A loop that samples beside training comes here after the update and before its push.
             version = self._version + int(self._actor.num_updates != self._updates_at_push)
             try:
-                if not self._hand_over.load_kept(engine, self._version, self._sent):
-                    self._hand_over.attempt([engine], version, self._wanted(version, after_failure=False))
+                if not self._hand_over.load_kept(lives, self._version, self._sent):
+                    self._hand_over.attempt(lives, version, self._wanted(version, after_failure=False))
             except AttemptFailed as attempt:
                 raise attempt.causes[0].error from None
+            return True

@@ -17,6 +17,7 @@ import ray
 from megappo.batch.fields import concat, empty, select
 from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.checkpoint.manifest import FileRecord
 from megappo.cluster.runtime import describe_process, node_address
 from megappo.config.run import RunConfig
 from megappo.observability.logging import redirect_process_output
@@ -25,6 +26,9 @@ from megappo.weights.buckets import BucketMeta
 from megappo.weights.checksums import HeldTensor
 
 if TYPE_CHECKING:  # torch and megatron wait until the process has its log file and its threads
+    from megappo.train.actor import ActorTrainer
+    from megappo.train.critic import CriticTrainer
+    from megappo.train.trainer import ModelTrainer
     from megappo.weight_sync.transport import SenderSpec, WeightSender
 
 
@@ -57,6 +61,9 @@ class BatchCall:
 
 class TrainingWorker:
     """Base of actor and critic processes."""
+
+    trainer: "ModelTrainer"
+    """There after `setup`, which subclasses have."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig) -> None:
         redirect_process_output(spec.log_path)
@@ -106,6 +113,14 @@ class TrainingWorker:
         """Return the most device memory that this process has held."""
         return self._backend.peak_memory_bytes()
 
+    def save_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder (all ranks take part)."""
+        self.trainer.save_hf(folder)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Checksums of the weights that this rank sends in an export (all ranks take part)."""
+        return self.trainer.weight_checksums()
+
     def _connect(self, address: str, port: int, parallelism: Any) -> Any:
         """Join the group's world and build its Megatron parallel state; returns the back end."""
         from megappo.device.backend import resolve_backend
@@ -125,6 +140,30 @@ class TrainingWorker:
         init_model_parallel(parallelism, seed=self.config.seed, timeout_s=self.config.cluster.call_timeout_s)
         self._backend = backend
         return backend
+
+    def offload(self, *, keep_params: bool) -> None:
+        """Move what `offload` names out of device memory."""
+        self.trainer.memory.release(keep_params=keep_params)
+
+    def begin_save(self, folder: str) -> None:
+        """Copy the state and begin to write it (all ranks take part)."""
+        self.trainer.begin_save(folder)
+
+    def is_written(self) -> bool:
+        """Return whether this rank has written its file, or failed to."""
+        return self.trainer.checkpoints.is_written()
+
+    def wait_until_written(self) -> None:
+        """Wait until this rank has written its file, or failed to."""
+        self.trainer.checkpoints.wait_until_written()
+
+    def finish_save(self) -> list[FileRecord]:
+        """Make the folder whole (all ranks take part); returns the records of the files that this rank wrote."""
+        return self.trainer.checkpoints.finish_save()
+
+    def load(self, folder: str) -> None:
+        """Go on from a checkpoint (all ranks take part)."""
+        self.trainer.load(folder)
 
     def _load(self, call: BatchCall) -> RolloutBatch:
         """Return this rank's sequences, shard after shard. The shards of the current step are kept in memory."""
@@ -160,6 +199,8 @@ def put_all(fields: Sequence[TokenField]) -> list[Any]:
 class CriticWorker(TrainingWorker):
     """One rank of the critic."""
 
+    trainer: "CriticTrainer"
+
     def setup(self, address: str, port: int) -> None:
         """Join the world, build the model and load its weights."""
         from megappo.train.critic import CriticTrainer
@@ -177,21 +218,11 @@ class CriticWorker(TrainingWorker):
         """Run the update phase on this rank's experience."""
         return self.trainer.update(concat(ray.get(experience)), request)
 
-    def offload(self, *, keep_params: bool) -> None:
-        """Move what `offload` names out of device memory."""
-        self.trainer.memory.release(keep_params=keep_params)
-
-    def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint."""
-        self.trainer.save(folder)
-
-    def load(self, folder: str) -> None:
-        """Read this rank's part of a checkpoint."""
-        self.trainer.load(folder)
-
 
 class ActorWorker(TrainingWorker):
     """One rank of the actor; also holds the reference policy and, on output ranks, does the experience maths."""
+
+    trainer: "ActorTrainer"
 
     def setup(self, address: str, port: int) -> None:
         """Join the world, build the model and load its weights."""
@@ -248,11 +279,9 @@ class ActorWorker(TrainingWorker):
         self._load(call)
         return self._shards[tuple(shard.sequence_ids)]
 
-    def read_sequences(self, experience: list[Any], sequence_ids: list[int]) -> list[Experience]:
+    def read_sequences(self, batches: list[Any], sequence_ids: list[int]) -> list[Any]:
         """The named sequences of each shard."""
-        return [
-            select(shard, np.flatnonzero(np.isin(shard.sequence_ids, sequence_ids))) for shard in ray.get(experience)
-        ]
+        return [select(shard, np.flatnonzero(np.isin(shard.sequence_ids, sequence_ids))) for shard in ray.get(batches)]
 
     def selection_moments(self, experience: list[Any]) -> list[Any]:
         """Moments of each shard's loss tokens."""
@@ -316,22 +345,6 @@ class ActorWorker(TrainingWorker):
     def drop_weights(self) -> None:
         """Go through all that is left without sending it, so that ranks which feed this one end."""
         self._source.drop_rest()
-
-    def save_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder (all ranks take part)."""
-        self.trainer.save_hf(folder)
-
-    def offload(self, *, keep_params: bool) -> None:
-        """Move what `offload` names out of device memory."""
-        self.trainer.memory.release(keep_params=keep_params)
-
-    def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint."""
-        self.trainer.save(folder)
-
-    def load(self, folder: str) -> None:
-        """Read this rank's part of a checkpoint."""
-        self.trainer.load(folder)
 
 
 def _open(values: Sequence[Any] | None, index: int) -> Any:

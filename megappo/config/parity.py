@@ -21,12 +21,13 @@ class ParityConfig:
     the current weights sampled are compared: of others the difference holds how far the policy moved, too."""
 
     warn: ParityLimits = field(default_factory=lambda: ParityLimits(mean=0.05))
-    """Beyond these a step says so in one line, and its worst sequences are written down."""
+    """Beyond these a step says so in one line, and its worst sequences are recorded."""
     stop: ParityLimits = field(default_factory=lambda: ParityLimits(mean=0.5))
-    """Beyond these the run ends before the update with the worst sequences written down."""
+    """Beyond these the run ends before the update with the worst sequences recorded."""
     dump: int = 4
-    """Worst sequences of such a step written to `<run>/parity/step_000012.json`; 0: none."""
+    """Worst sequences of such a step recorded in `<run>/records/step_000012/`; 0: none. `record.when=[parity]` records
+    all sequences."""
     dump_tokens: int = 200_000
-    """Most tokens, prompts included, of one such file; a sequence that does not fit is named without its tokens."""
+    """Most tokens, prompts included, of these; a sequence that does not fit is named without its tokens."""
     dump_files: int = 20
-    """Most files that warnings write in one run; a stop always writes its own."""
+    """Most records of worst sequences that warnings make in one run; a stop always makes its own."""

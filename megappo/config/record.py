@@ -1,6 +1,7 @@
-"""Where metrics go, and the supervised starting run."""
+"""Where metrics go, which steps are recorded for replay, and the supervised starting run."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from megappo.config.model import RandomModelConfig
 from megappo.config.optim import OptimConfig
@@ -14,6 +15,30 @@ class TrackingConfig:
     mlflow_uri: str | None = None
     """None: sqlite file `<run.dir>/<run.name>/mlflow.db`."""
     experiment: str = "megappo"
+
+
+class RecordTrigger(Enum):
+    """What makes a step worth a record."""
+
+    non_finite = "non_finite"
+    """A metric of the passes or the update is NaN or infinite, or an optimizer step was skipped."""
+    parity = "parity"
+    """Engine and trainer differ by more than `rollout.parity` warns of or stops at."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RecordConfig:
+    """Steps written down whole, to `<run>/records/step_000012/`, for `megappo replay`. Off by default."""
+
+    steps: list[int] = field(default_factory=list[int])
+    """Steps to record, such as [3, 7]."""
+    when: list[RecordTrigger] = field(default_factory=list[RecordTrigger])
+    """Also record steps in which this happens."""
+    max_records: int = 5
+    """Most records that `when` makes in one run."""
+    weights: bool = False
+    """Write the weights before the update into the record, too, as Hugging Face folders. A step of which only the
+    update tells that it is to be recorded has none. Without: the record names the checkpoint of the step before."""
 
 
 @dataclass(kw_only=True, slots=True)

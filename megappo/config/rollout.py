@@ -111,7 +111,8 @@ class RolloutConfig:
     """Environment variable that holds the key of the servers in `urls`; null: they ask for none."""
     start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0
-    """Longest wait for one generate call of a group."""
+    """Longest time of one generate call. A response that takes longer is interrupted and goes on, with what it has, in
+    another call; a call in which the engine samples nothing at all is a failure of the engine."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Watch over the difference between the log-probs of engines and trainer."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
@@ -122,11 +123,8 @@ class RolloutConfig:
 
 
 class PauseMode(Enum):
-    """What becomes of sequences under way while new weights are handed over.
-
-    Without effect in a run as of now: both controllers hand weights over only when no sequence is under way. It matters
-    to code that drives a `RolloutEngine` by itself.
-    """
+    """What becomes of sequences under way while new weights are handed over. All of it can be asked of an engine; a run
+    waits (see `WeightSyncConfig.pause`)."""
 
     retract = "retract"
     """They go back to the queue; what they have sampled stays, their cache is computed again with the new weights."""
@@ -146,8 +144,8 @@ class VerifyMode(Enum):
     sampled = "sampled"
     """A few tensors, others each time. After a failed attempt: all of them."""
     full = "full"
-    """All tensors that the engine can read back. Of SGLang that leaves out the experts of a sparse model and, on a CPU,
-    what SGLang pads there: they are sent and never compared."""
+    """All tensors that the engine can read back. What of a model cannot is named at the start of a run: SGLang's
+    experts on CUDA, what it pads on a CPU, and fused experts that several ranks of the trainer send."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,10 +158,10 @@ class WeightSyncConfig:
     bucket_bytes: int = 512 * 1024**2
     """Bytes gathered and sent at a time."""
     timeout_s: float = 120.0
-    """Deadline of every call of one hand-over."""
-    pause: PauseMode | None = None
-    """None: as the engine can, retract for sglang and wait for hf. Without effect in a run as of now, since
-    nothing is under way at its hand-overs (see `PauseMode`)."""
+    """Longest time of one attempt at a hand-over, from its begin until all engines answer with the version, however
+    many buckets there are. Joining new groups before it may take as long again."""
+    pause: PauseMode = PauseMode.wait
+    """Both controllers wait until no sequence is under way, so `wait` is the only value; others are refused."""
     retries: int = 1
     """How often a hand-over that failed is tried again with the same engines before one that failed is restarted."""
     verify: VerifyMode = VerifyMode.sampled

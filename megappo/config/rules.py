@@ -8,6 +8,7 @@ Those of the algorithm section, which `megappo inspect algorithm` shares, are in
 
 from megappo.config import (
     capability_rules,
+    checkpoint_rules,
     controller_rules,
     engine_rules,
     file_rules,
@@ -15,6 +16,7 @@ from megappo.config import (
     name_rules,
     parity_rules,
     precision_rules,
+    record_rules,
     rollout_rules,
     training_rules,
     transport_rules,
@@ -67,11 +69,18 @@ _CONFIG_RULES = (
     transport_rules.broadcast_needs_devices_of_its_own,
     transport_rules.shared_memory_needs_shared_devices,
     transport_rules.disk_needs_a_folder_that_all_see,
-    transport_rules.engine_can_pause_so,
+    transport_rules.hand_overs_wait,
     capability_rules.bridge_cannot_be_installed_beside_the_engine,
     controller_rules.engines_beside_training_have_devices_of_their_own,
     controller_rules.early_stop_leaves_no_prompt_without_its_greedy_answer,
     parity_rules.parity_limits_are_ordered,
+    record_rules.recorded_steps_are_run,
+    record_rules.record_settings_are_used,
+    record_rules.recorded_parity_has_limits,
+    checkpoint_rules.checkpoint_settings_are_used,
+    checkpoint_rules.deadline_is_a_time,
+    checkpoint_rules.kept_steps_are_saved,
+    checkpoint_rules.best_metric_is_measured,
 )
 
 _DEVICE_RULES = (
@@ -122,6 +131,20 @@ def check_device(config: RunConfig) -> list[Violation]:
     return [violation for rule in _DEVICE_RULES for violation in rule(config)] + file_rules.model_folders_fit(config)
 
 
+def check_replay(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about the models that a replay builds, on the device and layout that it was given."""
+    rules = (
+        value_rules.sizes_are_positive,
+        layout_rules.experts_fit_their_pool,
+        layout_rules.sequence_parallel_needs_tensor_parallel,
+        layout_rules.virtual_pipeline_needs_stages,
+        precision_rules.fp8_has_what_it_needs,
+        precision_rules.transformer_engine_can_run,
+        file_rules.model_folders_fit,
+    )
+    return [violation for rule in rules for violation in rule(config)]
+
+
 def check_sft_device(config: RunConfig) -> list[Violation]:
     """Return the broken rules about the device of `megappo sft`, once `auto` is settled."""
     violations = precision_rules.fp8_has_what_it_needs(config) + precision_rules.transformer_engine_can_run(config)
@@ -158,6 +181,7 @@ def start_up_notes(config: RunConfig) -> list[str]:
     notes += algorithm_notes(algorithm)
     notes += controller_rules.controller_notes(config)
     notes += parity_rules.parity_notes(config)
+    notes += checkpoint_rules.checkpoint_notes(config)
     if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
         notes.append(
             "rollout.sampling.top_p/top_k/min_p cut the distribution that samples come from; log-probs are those of "

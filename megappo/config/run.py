@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from megappo.config.algorithm import AlgorithmConfig
 from megappo.config.batching import BatchingConfig
+from megappo.config.checkpoint import CheckpointConfig
 from megappo.config.cluster import ClusterConfig
 from megappo.config.data import DataConfig, RewardConfig
 from megappo.config.lora import LoraConfig
@@ -11,7 +12,7 @@ from megappo.config.memory import OffloadConfig
 from megappo.config.model import ModelConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.parallelism import ParallelismConfig
-from megappo.config.record import SftConfig, TrackingConfig
+from megappo.config.record import RecordConfig, SftConfig, TrackingConfig
 from megappo.config.rollout import RolloutConfig, WeightSyncConfig
 from megappo.config.trainer import ControllerKind, RunSection, TrainerConfig
 
@@ -59,5 +60,7 @@ class RunConfig:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
     sft: SftConfig = field(default_factory=SftConfig)

@@ -2,6 +2,7 @@
 
 The only module here that knows Hydra. Nothing is written, the working directory stays, and no DictConfig leaves it.
 `group=choice` picks a file of a group (`rollout=hf`, `experiment=quickstart`); `key=value` sets one value afterwards.
+`resume=auto` is short for `trainer.resume=auto`.
 A value given for a whole map (`cluster.pools={a: 1, b: 1}`) replaces the map. Files of one's own, in folders named
 like the groups, are found with `hydra.searchpath=[file:///FOLDER]`.
 """
@@ -36,6 +37,9 @@ def _share(count: int, parts: int) -> int:
 
 OmegaConf.register_new_resolver("share", _share, replace=True)
 
+_SHORT_FOR = {"resume": "trainer.resume"}
+"""Keys that people type often -> where they are."""
+
 _FAULTS_IN_FILES = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 Rule = Callable[[RunConfig], list[Violation]]
@@ -66,6 +70,30 @@ def load_run_config(overrides: Sequence[str], *, rules: Sequence[Rule] = (check_
     if violations or composed.config is None:
         raise ConfigError(violations)
     return composed.config
+
+
+def restore_run_config(text: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return a configuration that `resolved_yaml` wrote, with some values changed. Its rules are not checked.
+
+    Raises:
+        ConfigError: it is of another version of megappo, or an override cannot be applied; all of them are listed.
+    """
+    violations: list[Violation] = []
+    try:
+        tree = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(text))
+    except _FAULTS_IN_FILES as error:
+        key = str(getattr(error, "full_key", None) or "config.yaml")
+        remedy = "use the megappo that wrote it"
+        reason = str(error).splitlines()[0]
+        raise ConfigError([Violation(key=key, value="?", rule=f"cannot be read: {reason}", remedy=remedy)]) from error
+    assert isinstance(tree, DictConfig)
+    OmegaConf.set_struct(tree, False)
+    for override in (_parse(text, violations) for text in overrides):
+        if override is not None:
+            _apply(tree, override, violations)
+    if violations:
+        raise ConfigError(violations)
+    return cast(RunConfig, OmegaConf.to_object(tree))
 
 
 def resolved_yaml(config: RunConfig) -> str:
@@ -102,6 +130,9 @@ def _compose(overrides: Sequence[str]) -> _Composed:
 
 
 def _parse(text: str, violations: list[Violation]) -> Override | None:
+    name, equals, value = text.partition("=")
+    if equals and name in _SHORT_FOR:
+        text = f"{_SHORT_FOR[name]}={value}"
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:

@@ -24,6 +24,9 @@ class TrainerConfig:
     """Steps to run (positive); null: total_epochs decide."""
     save_freq: int = -1
     """Save a checkpoint every so many steps and at the end; -1: never."""
+    export_hf_freq: int = -1
+    """Write the actor as a Hugging Face folder, hf/step_000040/ of the run, every so many steps and at the end;
+    -1: never."""
     test_freq: int = -1
     """Validate every so many steps and at the end; -1: never."""
     val_before_train: bool = False
@@ -31,8 +34,6 @@ class TrainerConfig:
     """Steps in which only the critic is updated."""
     resume: str = "never"
     """auto (the newest checkpoint of this run, if any), never, or the path of a checkpoint."""
-    max_checkpoints: int = 2
-    """Newest checkpoints kept."""
     num_rollout_samples: int = 8
     """Sampled sequences written to rollouts/ each step."""
 

@@ -69,16 +69,16 @@ def disk_needs_a_folder_that_all_see(config: RunConfig) -> list[Violation]:
     ]
 
 
-def engine_can_pause_so(config: RunConfig) -> list[Violation]:
-    """The transformers engine works batch by batch: it can only wait for one, or end it."""
+def hand_overs_wait(config: RunConfig) -> list[Violation]:
+    """Both controllers hand weights over when nothing is under way: another way to pause would have no effect."""
     pause = config.weight_sync.pause
-    if config.rollout.engine != "hf" or pause in (None, PauseMode.wait, PauseMode.abort):
+    if pause is PauseMode.wait:
         return []
     return [
         Violation(
             key="weight_sync.pause",
             value=pause.value,
-            rule="needs an engine that can set requests aside, and rollout.engine=hf works batch by batch",
-            remedy="use wait or abort",
+            rule="has no use: both controllers hand weights over when no sequence is under way",
+            remedy="use wait; rollout.partial.extra_prompts is what stops sequences and goes on with them later",
         )
     ]

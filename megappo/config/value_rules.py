@@ -14,7 +14,7 @@ from megappo.errors import Violation
 _POSITIVE = (
     "batching.prompts_per_step batching.samples_per_prompt batching.ppo_epochs batching.mini_batch_prompts "
     "batching.micro_batch_tokens batching.min_micro_batches "
-    "trainer.total_epochs trainer.total_steps trainer.max_checkpoints "
+    "trainer.total_epochs trainer.total_steps record.max_records checkpoint.keep_last checkpoint.keep_every "
     "rollout.num_engines rollout.tensor rollout.sampling.max_new_tokens rollout.validation.max_new_tokens "
     "rollout.start_timeout_s rollout.request_timeout_s rollout.sglang.max_total_tokens "
     "rollout.sglang.mem_fraction_static rollout.sglang.max_running_requests "
@@ -55,6 +55,7 @@ _NOT_NEGATIVE = (
     "trainer.critic_warmup trainer.num_rollout_samples seed data.train.skip data.validation.skip "
     "rollout.validation.temperature rollout.parity.dump rollout.partial.extra_prompts "
     "rollout.recovery.max_restarts rollout.recovery.backoff_s rollout.recovery.max_backoff_s weight_sync.retries "
+    "checkpoint.on_signal_s "
     + " ".join(
         f"{role}.optim.{key}"
         for role in ("actor", "critic", "sft")
@@ -64,7 +65,7 @@ _NOT_NEGATIVE = (
 
 _OBJECT_STORE_MINIMUM_BYTES = 75 * 1024**2
 
-_FREQUENCIES = ("trainer.save_freq", "trainer.test_freq")
+_FREQUENCIES = ("trainer.save_freq", "trainer.export_hf_freq", "trainer.test_freq")
 
 
 def value_of(config: RunConfig, key: str) -> object:

@@ -14,9 +14,13 @@ class SamplingAhead:
     The thread is a daemon: when the loop ends early, it must not keep the process. It ends with the engines.
     """
 
-    def __init__(self, sampler: StepSampler) -> None:
+    def __init__(self, sampler: StepSampler, *, begun: StepRollouts | None = None) -> None:
+        """`begun`: the rollouts of the first step, if they were sampled in an earlier run."""
         self._sampler = sampler
         self._running: Future[StepRollouts] | None = None
+        if begun is not None:
+            self._running = Future[StepRollouts]()
+            self._running.set_result(begun)
 
     def begin(self, step: int) -> None:
         """Begin to sample what `step` trains on; the rollouts of the step before have been taken."""
@@ -29,21 +33,23 @@ class SamplingAhead:
         if self._running is not None and self._running.done():
             self._running.result()
 
-    def wait(self, timer: PhaseTimer) -> None:
-        """Return when no engine works for the loop any more. Raises what sampling raised."""
-        if self._running is not None:
-            with timer.phase("wait_for_rollouts"):
-                self._running.result()
+    def wait(self, timer: PhaseTimer) -> StepRollouts | None:
+        """Return the rollouts that were begun, which stay to be taken, once no engine works for the loop any more; None
+        where none were. Raises what sampling raised."""
+        if self._running is None:
+            return None
+        with timer.phase("wait_for_rollouts"):
+            return self._running.result()
 
     def take(self, step: int, timer: PhaseTimer) -> StepRollouts:
         """Return the rollouts of `step`, sampled now unless they were begun; their metrics hold the time that took.
         Raises what sampling raised."""
         if self._running is None:
             self.begin(step)
-        self.wait(timer)
-        assert self._running is not None
-        running, self._running = self._running, None
-        return running.result()
+        rollouts = self.wait(timer)
+        assert rollouts is not None
+        self._running = None
+        return rollouts
 
 
 def _sample(sampler: StepSampler, step: int, running: Future[StepRollouts]) -> None:

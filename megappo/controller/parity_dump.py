@@ -1,86 +1,109 @@
-"""Files of sequences whose log-probs differ most between engine and trainer: `<run>/parity/step_000012.json`.
+"""`parity.json` of a record: the sequences whose log-probs differ most between engine and trainer, for reading.
 
-A file holds what a replay needs: token ids, both log-probs of every response token, version, group and row. Numbers
-that are not finite become null.
+Token ids, both log-probs of every response token, text, version, group and row. Numbers that are not finite are null.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megappo.algo.diagnostics import SequenceGaps
 from megappo.batch.fields import select
 from megappo.batch.stages import Experience
-from megappo.controller.ports import SequenceInfo
-from megappo.observability.run_directory import write_atomically
+from megappo.config.run import RunConfig
+from megappo.controller.comparison import ParityFinding
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
 
 
-def describe_sequence(info: SequenceInfo, gaps: SequenceGaps, row: int) -> str:
-    """Return one sequence and its difference in words."""
-    tokens = int(gaps.tokens[row])
-    return (
-        f"sequence {info.sequence_id} (group {info.group_id}, row {info.row}, version {info.policy_version}): mean "
-        f"{gaps.total[row] / tokens:.3g}, max {gaps.largest[row]:.3g} nats over {tokens} tokens"
-    )
+def worst_rows(finding: ParityFinding, config: RunConfig) -> list[int]:
+    """Return the positions of the sequences to write down, worst first."""
+    return finding.worst[: config.rollout.parity.dump]
 
 
-def write_dump(
-    path: Path,
-    about: Mapping[str, object],
-    infos: Sequence[SequenceInfo],
-    fetched: Experience | None,
-    *,
-    decode: Callable[[Sequence[int]], str] | None,
-) -> None:
-    """Write some sequences, worst first; those that were not fetched are named without their tokens.
+def rows_with_tokens(finding: ParityFinding, config: RunConfig) -> list[int]:
+    """Return those of them that fit into `rollout.parity.dump_tokens`; of the others no tokens are written."""
+    left, whole = config.rollout.parity.dump_tokens, list[int]()
+    for row in worst_rows(finding, config):
+        length = finding.comparison.sequences[row].length
+        if length <= left:
+            whole.append(row)
+            left -= length
+    return whole
+
+
+def parity_view(finding: ParityFinding, config: RunConfig, fetched: Experience, decode: Decode | None) -> str:
+    """Return parity.json of a step.
 
     Args:
-        about: of the step.
-        fetched: in any order; None: none of them.
+        fetched: the sequences of `rows_with_tokens`, perhaps with others, in any order.
     """
-    rows = {} if fetched is None else {int(key): row for row, key in enumerate(fetched.sequence_ids)}
-    sequences: list[dict[str, Any]] = []  # Any: JSON
-    for info in infos:
-        found = dict[str, Any]()
-        if fetched is not None and info.sequence_id in rows:
-            found = _tokens(select(fetched, [rows[info.sequence_id]]), decode)
-        sequences.append(
-            {
-                "sequence_id": info.sequence_id,
-                "group_id": info.group_id,
-                "row": info.row,
-                "policy_version": info.policy_version,
-                "finish_reason": info.finish_reason,
-                "num_prompt_tokens": info.prompt_tokens,
-                "num_response_tokens": info.response_tokens,
-                **found,
-            }
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {key: _finite(value) for key, value in about.items()} | {"sequences": sequences}
-    write_atomically(path, json.dumps(content, allow_nan=False) + "\n")
-
-
-def _tokens(sequence: Experience, decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:  # Any: JSON
-    """Return the tokens of one sequence and what both sides say of those it sampled."""
-    assert sequence.old_log_probs is not None, "the monitor compares where old log-probs are"
-    mask = sequence.response_mask
-    prompt, response = sequence.tokens[~mask].tolist(), sequence.tokens[mask].tolist()
-    rollout, training = sequence.rollout_log_probs[mask], sequence.old_log_probs[mask]
-    size = np.nan_to_num(np.abs(rollout.astype(np.float64) - training), nan=np.inf)
-    return {
-        "prompt": None if decode is None else decode(prompt),
-        "response": None if decode is None else decode(response),
-        "prompt_tokens": prompt,
-        "response_tokens": response,
-        "rollout_log_probs": _numbers(rollout),
-        "training_log_probs": _numbers(training),
-        "worst_token": int(size.argmax()),
+    comparison = finding.comparison
+    about = {
+        "step": comparison.step,
+        "reasons": finding.reasons,
+        "trainer_version": comparison.version,
+        "mean": comparison.mean,
+        "max": comparison.largest,
+        "pearson_r": comparison.pearson_r,
+        "compared_tokens": int(comparison.gaps.tokens.sum()),
+        "model": config.model.path,
+        "dtype": config.model.dtype.value,
+        "engine": config.rollout.engine,
+        "engine_dtype": config.rollout.weight_dtype(config.model).value,
+        "temperature": config.rollout.sampling.temperature,
     }
+    with_tokens = set(rows_with_tokens(finding, config))
+    view = _View(fetched=fetched, decode=decode)
+    sequences = [view.sequence(finding, row, with_tokens=row in with_tokens) for row in worst_rows(finding, config)]
+    content = {key: _finite(value) for key, value in about.items()} | {"sequences": sequences}
+    return json.dumps(content, allow_nan=False) + "\n"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _View:
+    """Where tokens and their text come from."""
+
+    fetched: Experience
+    decode: Decode | None
+
+    def sequence(self, finding: ParityFinding, row: int, *, with_tokens: bool) -> dict[str, Any]:  # Any: JSON
+        """Return what is known of the sequence at a position of the step."""
+        info = finding.comparison.sequences[row]
+        known = {
+            "sequence_id": info.sequence_id,
+            "group_id": info.group_id,
+            "row": info.row,
+            "policy_version": info.policy_version,
+            "finish_reason": info.finish_reason,
+            "num_prompt_tokens": info.prompt_tokens,
+            "num_response_tokens": info.response_tokens,
+        }
+        if not with_tokens:
+            return known
+        place = int(np.flatnonzero(self.fetched.sequence_ids == info.sequence_id)[0])
+        return known | self._tokens(select(self.fetched, [place]))
+
+    def _tokens(self, sequence: Experience) -> dict[str, Any]:  # Any: JSON
+        """Return the tokens of one sequence and what both sides say of those it sampled."""
+        assert sequence.old_log_probs is not None, "the monitor compares where old log-probs are"
+        mask = sequence.response_mask
+        prompt, response = sequence.tokens[~mask].tolist(), sequence.tokens[mask].tolist()
+        rollout, training = sequence.rollout_log_probs[mask], sequence.old_log_probs[mask]
+        size = np.nan_to_num(np.abs(rollout.astype(np.float64) - training), nan=np.inf)
+        return {
+            "prompt": None if self.decode is None else self.decode(prompt),
+            "response": None if self.decode is None else self.decode(response),
+            "prompt_tokens": prompt,
+            "response_tokens": response,
+            "rollout_log_probs": _numbers(rollout),
+            "training_log_probs": _numbers(training),
+            "worst_token": int(size.argmax()),
+        }
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:

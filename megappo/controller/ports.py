@@ -15,9 +15,11 @@ import numpy as np
 from megappo.algo.experience import ExperienceTotals, RewardTotals
 from megappo.algo.selection import SelectionMoments
 from megappo.balance.layout import RankLayout
+from megappo.batch.fields import Packed
 from megappo.batch.refs import Ref
 from megappo.batch.requests import TokenSelection, UpdateRequest
-from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.batch.stages import BegunBatch, Experience, RolloutBatch, TokenField
+from megappo.checkpoint.manifest import FileRecord
 from megappo.config.rollout import SamplingConfig
 from megappo.data.types import Prompt
 from megappo.observability.metrics import Metrics
@@ -74,6 +76,16 @@ class Shard:
     """Its sequences in any order, one piece per engine that sampled some."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HeldRollouts:
+    """Sampled tokens brought here from the engines, for a checkpoint."""
+
+    complete: RolloutBatch
+    """Sequences of groups that are complete."""
+    begun: BegunBatch
+    """Groups that an engine was stopped in, all their sequences."""
+
+
 class RolloutClient(Protocol):
     """The engines. Sampled tokens stay with them until `pack`."""
 
@@ -94,6 +106,15 @@ class RolloutClient(Protocol):
 
     def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
         """Cut sampled sequences (by id) into shards. The engines forget them, and those to `forget`; others stay."""
+        ...
+
+    def read(self, sequence_ids: Sequence[int]) -> HeldRollouts:
+        """Bring here what is held of some sequences, complete ones by ascending id; they stay where they are. Called
+        between generations, as is `adopt`. Of an unfinished group that has no token yet there is nothing."""
+        ...
+
+    def adopt(self, held: HeldRollouts) -> None:
+        """Hold what `read` has returned in an earlier run as if it had been sampled in this one."""
         ...
 
     def take_metrics(self) -> Metrics:
@@ -128,6 +149,22 @@ class RewardClient(Protocol):
 
 Plan = Sequence[Sequence[Sequence[int]]]
 """[data rank][micro-batch] -> sequence ids."""
+
+
+class PendingSave(Protocol):
+    """A save under way: the state is copied (training may go on), its files may not all be written."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        ...
+
+    def wait(self) -> list[FileRecord]:
+        """Wait until every file is on disk; returns their records, relative to the folder of the role.
+
+        Raises:
+            CheckpointError: a rank could not write; names rank, file and cause.
+        """
+        ...
 
 
 class ActorClient(Protocol):
@@ -171,8 +208,8 @@ class ActorClient(Protocol):
         `current` [B] bool says which sequences the current weights sampled."""
         ...
 
-    def read_sequences(self, experience: Sequence[Ref[Experience]], sequence_ids: Sequence[int]) -> Experience:
-        """Bring a few sequences here, in any order."""
+    def read_sequences(self, batches: Sequence[Ref[Packed]], sequence_ids: Sequence[int]) -> Packed:
+        """Bring some sequences of a step here, shard after shard."""
         ...
 
     def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:
@@ -194,9 +231,27 @@ class ActorClient(Protocol):
         What a later call needs comes back by itself."""
         ...
 
-    def save(self, folder: str) -> None: ...
+    def save(self, folder: str, *, asynchronous: bool = False) -> PendingSave:
+        """Write the role's state into an existing folder; with `asynchronous`, return once it is copied.
+
+        Raises:
+            CheckpointError: as `PendingSave.wait`, for what is noticed at once.
+        """
+        ...
 
     def load(self, folder: str) -> None: ...
+
+    def save_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder, with the side files of the starting model.
+
+        Raises:
+            CheckpointError: a rank cannot write.
+        """
+        ...
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Checksum of every weight by its Hugging Face name; the same on every layout and device."""
+        ...
 
 
 class CriticClient(Protocol):
@@ -215,9 +270,19 @@ class CriticClient(Protocol):
         """As the actor's."""
         ...
 
-    def save(self, folder: str) -> None: ...
+    def save(self, folder: str, *, asynchronous: bool = False) -> PendingSave:
+        """As the actor's."""
+        ...
 
     def load(self, folder: str) -> None: ...
+
+    def save_hf(self, folder: str) -> None:
+        """As the actor's; a value model."""
+        ...
+
+    def weight_checksums(self) -> dict[str, str]:
+        """As the actor's."""
+        ...
 
 
 class WeightSync(Protocol):

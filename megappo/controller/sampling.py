@@ -4,7 +4,7 @@ One generation does, unless dynamic sampling drops groups: then there are severa
 and are the first of the next one:
 - groups that are complete and not needed yet wait, scored, with their engines;
 - unfinished groups (`rollout.partial`) go on from what their engines keep of them, under the same ids.
-A checkpoint knows both by their rows and ids only, so a resumed run samples them anew before it draws others.
+A checkpoint holds both with their tokens (`controller.rollout_files`), so a resumed run goes on with exactly these.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,15 @@ class StepRollouts:
     metrics: Metrics
     """Of everything sampled in this step, filtered groups included; of what is trained on when nothing was sampled
     because the groups carried over fill the step."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SamplerState:
+    """What outlives a step, beside the tokens that the engines hold."""
+
     position: DrawPosition
-    """Where drawing goes on after this step."""
+    carried: ScoredRollouts
+    """Complete groups that wait for a later step; the other open draws are unfinished."""
 
 
 class StepSampler:
@@ -92,20 +99,27 @@ class StepSampler:
             ],
         )
 
-    def restore(self, position: DrawPosition) -> None:
-        """Go on where `position` was taken, in a run whose engines hold nothing: open draws are sampled anew.
+    def state(self) -> SamplerState:
+        """Return what another sampler needs to go on as this one would, if its engines hold the same tokens."""
+        return SamplerState(position=self.position(), carried=self._carried)
+
+    def restore(self, state: SamplerState) -> None:
+        """Go on where `state` was taken; the engines have adopted the tokens of its open draws.
 
         Raises:
             DataError: the position is of other prompts, another seed or another shuffle setting.
         """
+        position, self._carried = state.position, state.carried
         self._prompts.load_state_dict(position.sampler)
         self._ids = DrawIds(next_group_id=position.next_group_id, next_sequence_id=position.next_sequence_id)
         prompts = self._prompts.of_rows([draw.row for draw in position.open_draws])
-        self._unfinished = [
-            Draw(group_id=draw.group_id, prompt=prompts[draw.row], sequence_ids=draw.sequence_ids)
+        self._open = {
+            draw.group_id: Draw(group_id=draw.group_id, prompt=prompts[draw.row], sequence_ids=draw.sequence_ids)
             for draw in position.open_draws
-        ]
-        self._open = {draw.group_id: draw for draw in self._unfinished}
+        }
+        complete = self._carried.scores_by_group().keys()
+        self._unfinished = [draw for group_id, draw in self._open.items() if group_id not in complete]
+        self._held = {*self.carried_ids, *self.unfinished_ids}
 
     def sample(self, step: int, timer: PhaseTimer) -> StepRollouts:
         """Sample what `step` (1: the first) trains on.
@@ -130,7 +144,7 @@ class StepSampler:
         metrics = self._metrics(fresh if fresh.sequences else train, decision, rounds)
         if self._config.rollout.partial.extra_prompts:
             metrics |= partial_metrics(fresh, begun, unfinished=len(self._unfinished))
-        return StepRollouts(train=train, forget=self._dropped(train), metrics=metrics, position=self.position())
+        return StepRollouts(train=train, forget=self._dropped(train), metrics=metrics)
 
     def _decide(self, found: ScoredRollouts, rounds: int) -> SamplingDecision:
         """Choose among the groups so far; without dynamic sampling all are good, and the oldest come first."""

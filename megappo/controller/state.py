@@ -34,20 +34,10 @@ class OpenDraw:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DrawPosition:
-    """Where drawing goes on after a step: with the open draws, then with what the sampler gives next."""
+    """Where drawing goes on: with the open draws, then with what the sampler gives next."""
 
     next_group_id: int
     next_sequence_id: int
     # Any: what PromptSampler.state_dict returns, plain numbers and strings.
     sampler: dict[str, Any]
     open_draws: list[OpenDraw]
-
-
-@dataclass(kw_only=True, slots=True)
-class LoopState:
-    """What a checkpoint holds of the loop, beside the KL controller."""
-
-    step: int = 0
-    """Steps finished; also the version of the weights that the engines hold after the step."""
-    position: DrawPosition
-    """After the draws of that step: engines may be ahead of it."""

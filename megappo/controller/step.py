@@ -27,9 +27,11 @@ from megappo.batch.stages import Experience, TokenField
 from megappo.config.algorithm import Aggregation, AlgorithmConfig
 from megappo.config.algorithm_declarations import AdvantageScope, selects_tokens
 from megappo.config.run import RunConfig
+from megappo.controller.comparison import StepComparison
 from megappo.controller.order import engines_take_turns, needs_old_log_probs
-from megappo.controller.parity import ParitySink, StepComparison, check_parity, check_update, gather_gaps
+from megappo.controller.parity import check_parity, check_update, gather_gaps
 from megappo.controller.ports import ActorClient, CriticClient, RewardClient, RolloutClient, Shard, WeightSync
+from megappo.controller.record import RecordSink, StepRecorder, StepTrace
 from megappo.controller.rollouts import ScoredRollouts, sequence_inputs
 from megappo.controller.sampling import StepRollouts, StepSampler
 from megappo.controller.schedules import StepSchedule, schedule_step
@@ -54,14 +56,16 @@ class Components:
     workload: Workload
     """What a sequence costs the actor."""
     throughput: StepThroughput
-    parity: ParitySink = field(default_factory=ParitySink)
-    """Who hears of steps in which engines and trainer disagree."""
+    records: RecordSink = field(default_factory=RecordSink)
+    """Where steps are recorded, and who hears of steps in which engines and trainer disagree."""
     step_sampler: StepSampler = field(init=False)
+    recorder: StepRecorder = field(init=False)
 
     def __post_init__(self) -> None:
         # A loss from outside that cannot be had is refused before anything is sampled for it.
         aggregation_of(self.config.algorithm)
         self.step_sampler = StepSampler(self.config, prompts=self.sampler, rollout=self.rollout, reward=self.reward)
+        self.recorder = StepRecorder(self.config, self.records, actor=self.actor, critic=self.critic)
 
 
 class StepResult(NamedTuple):
@@ -95,13 +99,27 @@ def learn(parts: Components, sampled: StepRollouts, *, step: int, timer: PhaseTi
     shards = parts.rollout.pack(schedule.shard_ids(), forget=sampled.forget)
     if engines_take_turns(config):
         parts.rollout.sleep()
-    # 4-6  log-probs, values, experience
-    current = rollouts.policy_versions == step - 1
-    experience, totals, metrics = make_experience(parts, rollouts, schedule, shards, current, timer)
-    compare_engines(parts, rollouts, schedule, experience, totals, step=step)
-    # 7-8  critic, then actor once the critic is warm
-    updated = update_models(parts, schedule, experience, totals, step=step, timer=timer)
-    updated = check_update(updated, step=step, all_current=bool(current.all()), config=config, sink=parts.parity)
+    trace = StepTrace(
+        step=step,
+        rollouts=rollouts,
+        schedule=schedule,
+        current=rollouts.policy_versions == step - 1,
+        kl_coef=parts.kl_coefficient.value,
+    )
+    with parts.recorder.follow(trace):
+        # 4-6  log-probs, values, experience
+        totals = make_experience(parts, trace, shards, timer)
+        compare_engines(parts, trace, totals)
+        # 7-8  critic, then actor once the critic is warm
+        updated = update_models(parts, trace, totals, timer)
+        updated = check_update(
+            updated,
+            config,
+            parts.recorder.warn,
+            lambda limits: parts.recorder.keep_parity(trace, limits, None),
+            step=step,
+            all_current=bool(trace.current.all()),
+        )
     rates = parts.throughput.phases(
         rollouts.lengths,
         response_tokens=int(rollouts.response_lengths.sum()),
@@ -110,22 +128,15 @@ def learn(parts: Components, sampled: StepRollouts, *, step: int, timer: PhaseTi
         epochs=config.batching.ppo_epochs,
         seconds=timer.seconds,
     )
-    return merge([metrics, updated, rates, {"schedule/imbalance": mean(schedule.imbalance(), 1)}])
+    return merge([trace.metrics["experience"], updated, rates, {"schedule/imbalance": mean(schedule.imbalance(), 1)}])
 
 
 def make_experience(
-    parts: Components,
-    rollouts: ScoredRollouts,
-    schedule: StepSchedule,
-    shards: list[Shard],
-    current: np.ndarray,
-    timer: PhaseTimer,
-) -> tuple[list[Ref[Experience]], list[ExperienceTotals], Metrics]:
-    """Hops 4-6: old and reference log-probs, values, token rewards, advantages, correction.
-
-    Args:
-        current: [B] bool, whether the actor's weights of now sampled the sequence.
-    """
+    parts: Components, trace: StepTrace, shards: list[Shard], timer: PhaseTimer
+) -> list[ExperienceTotals]:
+    """Hops 4-6: old and reference log-probs, values, token rewards, advantages, correction; what is made goes into the
+    trace."""
+    rollouts, schedule = trace.rollouts, trace.schedule
     config, actor, critic = parts.config, parts.actor, parts.critic
     algorithm = config.algorithm
     old: list[Ref[TokenField]] | None = None
@@ -152,7 +163,7 @@ def make_experience(
             truncated=truncated,
             old_log_probs=old,
             ref_log_probs=ref,
-            kl_coef=parts.kl_coefficient.value,
+            kl_coef=trace.kl_coef,
         )
         inputs = sequence_inputs(rollouts, schedule.gather([totals.returns for totals in reward_totals]))
         experience, totals = actor.build_experience(
@@ -163,37 +174,36 @@ def make_experience(
             values=values,
             old_log_probs=old,
             ref_log_probs=ref,
-            current=schedule.per_shard(current),
+            current=schedule.per_shard(trace.current),
         )
+    trace.rewards, trace.experience = rewards, experience
     metrics += [merge_experience_metrics(totals), group_metrics(inputs, algorithm)]
     metrics += [part.metrics for part in reward_totals]
     if algorithm.kl.in_reward.coef > 0:
-        metrics.append({"kl/in_reward/coef": mean(parts.kl_coefficient.value, 1)})
+        metrics.append({"kl/in_reward/coef": mean(trace.kl_coef, 1)})
         parts.kl_coefficient.update([part.kl for part in reward_totals])
-    return experience, totals, merge(metrics)
+    trace.metrics["experience"] = merge(metrics)
+    return totals
 
 
-def compare_engines(
-    parts: Components,
-    rollouts: ScoredRollouts,
-    schedule: StepSchedule,
-    experience: list[Ref[Experience]],
-    totals: list[ExperienceTotals],
-    *,
-    step: int,
-) -> None:
+def compare_engines(parts: Components, trace: StepTrace, totals: list[ExperienceTotals]) -> None:
     """Hold the difference of rollout and old log-probs against `rollout.parity`. Raises ParityError."""
-    gaps = gather_gaps([part.gaps for part in totals], schedule.gather)
+    gaps = gather_gaps([part.gaps for part in totals], trace.schedule.gather)
     if gaps is None:
         return
     comparison = StepComparison(
-        step=step,
-        version=step - 1,
-        sequences=rollouts.sequences,
+        step=trace.step,
+        version=trace.step - 1,
+        sequences=trace.rollouts.sequences,
         gaps=gaps,
         pearson_r=merge_pairs(part.mismatch for part in totals).pearson_r,
     )
-    check_parity(comparison, parts.config, parts.parity, lambda ids: parts.actor.read_sequences(experience, ids))
+    check_parity(
+        comparison,
+        parts.config,
+        parts.recorder.warn,
+        lambda finding: parts.recorder.keep_parity(trace, finding.reasons, finding),
+    )
 
 
 def sequence_advantages(
@@ -205,34 +215,27 @@ def sequence_advantages(
     return schedule.per_shard(compute_sequence_advantages(inputs, algorithm))
 
 
-def update_models(
-    parts: Components,
-    schedule: StepSchedule,
-    experience: list[Ref[Experience]],
-    totals: list[ExperienceTotals],
-    *,
-    step: int,
-    timer: PhaseTimer,
-) -> Metrics:
+def update_models(parts: Components, trace: StepTrace, totals: list[ExperienceTotals], timer: PhaseTimer) -> Metrics:
     """Hops 7-8: critic update, then actor update once `trainer.critic_warmup` steps are done."""
-    config = parts.config
+    config, schedule, experience = parts.config, trace.schedule, trace.experience
     loss_tokens = schedule.gather([part.loss_tokens for part in totals])
-    metrics: Metrics = {"schedule/mini_batches_without_tokens": total(schedule.count_without_tokens(loss_tokens))}
+    parts.recorder.before_update(trace)
+    trace.is_updated = True
     if parts.critic is not None:
         with timer.phase("update_critic"):
-            requests = schedule.update_requests(
+            trace.requests["critic"] = schedule.update_requests(
                 parts.critic.layout,
                 loss_tokens=loss_tokens,
                 aggregation=Aggregation.token_mean,
                 constant_length=None,
                 whitening=None,
             )
-            metrics |= parts.critic.update(experience, requests)
+            trace.metrics["critic"] = parts.critic.update(experience, trace.requests["critic"])
         parts.critic.offload()
-    if parts.critic is None or step > config.trainer.critic_warmup:
+    if parts.critic is None or trace.step > config.trainer.critic_warmup:
         with timer.phase("update_actor"):
             whitening = merge_whitening(totals)
-            requests = schedule.update_requests(
+            trace.requests["actor"] = schedule.update_requests(
                 parts.actor.layout,
                 loss_tokens=loss_tokens,
                 aggregation=aggregation_of(config.algorithm),
@@ -240,8 +243,11 @@ def update_models(
                 whitening=whitening,
                 selection=select_tokens(parts.actor, experience, whitening, config.algorithm),
             )
-            metrics |= parts.actor.update(experience, requests)
-    return metrics
+            trace.metrics["actor"] = parts.actor.update(experience, trace.requests["actor"])
+    without_tokens: Metrics = {
+        "schedule/mini_batches_without_tokens": total(schedule.count_without_tokens(loss_tokens))
+    }
+    return merge([without_tokens, *(trace.metrics.get(role, {}) for role in ("critic", "actor"))])
 
 
 def hand_over(parts: Components, version: int, *, asleep: bool) -> Metrics:

@@ -48,7 +48,6 @@ def install() -> None:
     ignore_moves_to_cuda()
     give_split_sizes_as_numbers()
     even_out_gathers()
-    give_adam_its_own_steps()
 
 
 def disable_jit_fuser() -> None:
@@ -195,12 +194,10 @@ def name_cpu_tensors_as_cuda() -> None:
 
 
 def ignore_moves_to_cuda() -> None:
-    """language_module.py:244 moves the tied embedding with `.cuda()`, distrib_optimizer.py:1089 gathered state."""
+    """language_module.py:244 moves the tied embedding with `.cuda()`."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     _replace(LanguageModule, "setup_embeddings_and_output_layer", _with_cuda_type_names)
-    _replace(DistributedOptimizer, "get_parameter_state_dp_zero", _with_cuda_type_names)
 
 
 def give_split_sizes_as_numbers() -> None:
@@ -260,53 +257,3 @@ def _scattering_evenly(scatter: Callable[..., torch.Tensor]) -> Callable[..., to
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
-
-
-def give_adam_its_own_steps() -> None:
-    """optimizer/distrib_optimizer.py:821-825,939: without TE and apex the distributed optimizer uses torch's AdamW.
-
-    Its loading code (1) gives all parameters one shared `step` tensor, which AdamW then advances once per parameter,
-    so that bias correction is silently wrong after a resume, (2) expects state before the first step, and (3) copies
-    a `step` that a checkpoint does not hold.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    _replace(DistributedOptimizer, "load_state_dict", _unsharing_steps)
-    _replace(DistributedOptimizer, "sharded_state_dict", _making_adam_state)
-    _replace(DistributedOptimizer, "_set_main_param_and_optimizer_states", _keeping_step)
-
-
-def _unsharing_steps(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    def load(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: Megatron's signatures
-        result = load_state_dict(self, *args, **kwargs)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-        return result
-
-    return load
-
-
-def _making_adam_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    def shard(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: Megatron's signatures
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self.optimizer.state[parameter]
-                if "step" not in state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return sharded_state_dict(self, *args, **kwargs)
-
-    return shard
-
-
-def _keeping_step(set_states: Callable[..., None]) -> Callable[..., None]:
-    def restore(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:  # Any: the optimizer
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        step = state.pop("step")
-        set_states(self, model_param, tensors)
-        state["step"] = step
-
-    return restore

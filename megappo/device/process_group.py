@@ -64,7 +64,7 @@ def init_model_parallel(parallelism: ParallelismConfig, *, seed: int, timeout_s:
             f"expert {parallelism.expert} x expert_tensor {parallelism.expert_tensor} must divide the {stage} "
             f"processes of a pipeline stage ({world_size} processes / pipeline {parallelism.pipeline})"
         )
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
         parallelism.tensor,
@@ -75,6 +75,13 @@ def init_model_parallel(parallelism: ParallelismConfig, *, seed: int, timeout_s:
         expert_tensor_parallel_size=parallelism.expert_tensor,
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # only becomes a timedelta
     )
+    seed_random_streams(seed)
+
+
+def seed_random_streams(seed: int) -> None:
+    """Seed the device's random numbers and Megatron's named streams of this rank."""
+    from megatron.core import parallel_state, tensor_parallel
+
     # Stages draw different numbers (Megatron's training/initialize.py adds 100 per stage).
     stage = parallel_state.get_pipeline_model_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stage, force_reset_rng=True)

@@ -226,7 +226,3 @@ class SdpaCoreAttention(MegatronModule):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         grouped = query.size(1) != key.size(1)
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped)
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # Any: Megatron's signature
-        """Nothing to save."""
-        return {}

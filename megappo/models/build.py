@@ -15,6 +15,7 @@ Under sequence parallelism T must be divisible by the tensor-parallel size. Unde
 may differ in T, unless there are virtual stages: then all must be equal (and schedules are told so by `seq_length`).
 """
 
+from contextlib import nullcontext
 from enum import Enum
 from typing import Any
 
@@ -60,6 +61,7 @@ def build_model(
     backend: Backend,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    on_meta: bool = False,
 ) -> list[LanguageModel]:
     """Build this rank's model chunks, one per virtual pipeline stage. Weights are not set: load them next.
 
@@ -68,6 +70,8 @@ def build_model(
     Args:
         model: precision, layer spec and recomputation; `path` is not looked at.
         lora: adapters, whose first values follow from `seed`; None: all weights are trained.
+        on_meta: give the weights names and shapes but no memory (torch's meta device), for tools that look only. The
+            back end must be CPU: on CUDA Megatron names the device itself.
 
     Raises:
         CapabilityError: the layout does not fit the architecture, or the layer spec cannot run here.
@@ -87,19 +91,22 @@ def build_model(
     for stage in stages:
         check_recompute(model.recompute, config, vp_stage=stage)
     model_class = ValueModel if head is Head.value_function else LanguageModel
-    chunks = [
-        model_class(
-            config,
-            block_spec(config, spec, vp_stage=stage, with_adapters=lora is not None),
-            architecture,
-            vp_stage=stage,
-        )
-        for stage in stages
-    ]
+    with torch.device("meta") if on_meta else nullcontext():
+        chunks = [
+            model_class(
+                config,
+                block_spec(config, spec, vp_stage=stage, with_adapters=lora is not None),
+                architecture,
+                vp_stage=stage,
+            )
+            for stage in stages
+        ]
     _set_frequencies(chunks, architecture)
     _mark_partitions(chunks)
     if lora is not None:
         add_adapters(chunks, lora, seed=seed)
+    if on_meta:
+        return chunks
     device = torch.device("cuda", torch.cuda.current_device()) if backend.kind == "cuda" else backend.device()
     return [chunk.to(device) for chunk in chunks]
 

@@ -22,7 +22,7 @@ from megappo.models.gpt import ValueModel
 from megappo.models.lora import updates_of
 from megappo.models.low_rank import LowRankUpdate
 from megappo.models.parameters import mapped_parameters, shards_of, unwrap
-from megappo.models.shared_gather import BufferGuest, BufferOwner
+from megappo.models.shared_gather import BufferGuest, BufferOwner, new_buffer
 from megappo.models.weight_shapes import weights_of
 from megappo.weights.buckets import BucketMeta, open_bucket, torch_dtype
 from megappo.weights.layouts import TrainerLayout
@@ -116,7 +116,83 @@ def weight_plan(model_chunks: Sequence[MegatronModule], bucket_bytes: int, *, dt
     )
 
 
-@torch.no_grad()
+class WeightExport:
+    """The export of a model's weights, for engines again and again: what stays the same is worked out once.
+
+    All ranks of the model make one with the same arguments. On a CPU a shared buffer stays open in between, which takes
+    a bucket of host memory on each machine: to touch its pages anew takes as long as to copy them.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[MegatronModule],
+        bucket_bytes: int,
+        *,
+        dtype: str | None = None,
+        shared: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Arguments as `iter_export_buckets`."""
+        self._plan = weight_plan(model_chunks, bucket_bytes, dtype=dtype)
+        self._held = _holdings(model_chunks)
+        self._device = next(model_chunks[0].parameters()).device
+        self._shared = shared
+        self._timeout_s = timeout_s
+        self._kept: dict[int, torch.Tensor] = {}
+        """Shared buffers of senders, by rank."""
+
+    @torch.no_grad()
+    def buckets(self) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
+        """Yield the buckets of one export of the weights as they are now, as `iter_export_buckets`."""
+        rank = dist.get_rank()
+        for source in self._plan.sources:
+            if source.sender == rank:
+                gather = self._gather_shared(source) if self._shared else _gather(source, self._held, self._device)
+                yield from gather
+            elif rank in source.ranks:
+                if self._shared:
+                    self._feed_shared(source, rank)
+                else:
+                    _feed(source, rank, self._held, self._device)
+
+    def _gather_shared(self, source: WeightSource) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
+        """Put the buckets together in memory that the other ranks write."""
+        buffer = self._kept.get(source.sender)
+        if buffer is None:
+            buffer = self._keep(source, new_buffer(source.bucket_buffer, self._device))
+        owner = BufferOwner(buffer, timeout_s=self._timeout_s)
+        try:
+            for bucket in source.buckets:
+                others = [rank for rank in bucket.ranks if rank != source.sender and bucket.bytes_of(rank)]
+                owner.invite(others, partial(_exchange_all, dist.isend, bucket=bucket))
+                flat = buffer[: bucket.meta.num_bytes]
+                _write_pieces(open_bucket(bucket.meta, flat), bucket, source.sender, self._held)
+                owner.wait(others)
+                yield bucket.meta, flat
+        finally:
+            owner.close()
+
+    def _feed_shared(self, source: WeightSource, rank: int) -> None:
+        """Write this rank's pieces of each bucket where the sender wants them."""
+        guest = BufferGuest(self._device, rank=rank, timeout_s=self._timeout_s)
+        try:
+            for bucket in source.buckets:
+                if bucket.bytes_of(rank):
+                    receive = partial(_exchange_all, dist.irecv, bucket=bucket)
+                    buffer = guest.wait(lambda message, receive=receive: receive({source.sender: message}))
+                    self._keep(source, buffer)
+                    _write_pieces(open_bucket(bucket.meta, buffer[: bucket.meta.num_bytes]), bucket, rank, self._held)
+                    guest.done()
+        finally:
+            guest.close()
+
+    def _keep(self, source: WeightSource, buffer: torch.Tensor) -> torch.Tensor:
+        """Keep a buffer open, where memory of the device is not what it takes. torch opens what is open only once."""
+        if self._device.type == "cpu":
+            self._kept[source.sender] = buffer
+        return buffer
+
+
 def iter_export_buckets(
     model_chunks: Sequence[MegatronModule], bucket_bytes: int, *, dtype: str | None = None, shared: bool = False
 ) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
@@ -129,17 +205,11 @@ def iter_export_buckets(
         dtype: `float32` or `bfloat16`, in which the tensors travel; None: that of the model.
         shared: gather by writing into memory of the sender, of which `share_bucket` then makes no copy; all ranks that
             feed a source are on one machine.
+
+    Raises:
+        WorkerError: `shared`, and another rank has left or is late.
     """
-    plan = weight_plan(model_chunks, bucket_bytes, dtype=dtype)
-    held = _holdings(model_chunks)
-    rank = dist.get_rank()
-    device = next(model_chunks[0].parameters()).device
-    gather, feed = (_gather_shared, _feed_shared) if shared else (_gather, _feed)
-    for source in plan.sources:
-        if source.sender == rank:
-            yield from gather(source, held, device)
-        elif rank in source.ranks:
-            feed(source, rank, held, device)
+    return WeightExport(model_chunks, bucket_bytes, dtype=dtype, shared=shared).buckets()
 
 
 def export_hf_state(model_chunks: Sequence[MegatronModule]) -> dict[str, torch.Tensor]:
@@ -204,30 +274,6 @@ def _feed(source: WeightSource, rank: int, held: dict[str, _Holding], device: to
             for tensor, _, shard in _open_part(part, bucket, rank):
                 held[tensor.name].write(shard)
             _exchange_all(dist.isend, {source.sender: part}, bucket=bucket)
-
-
-def _gather_shared(
-    source: WeightSource, held: dict[str, _Holding], device: torch.device
-) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
-    """Put the buckets together in memory that the other ranks write."""
-    owner = BufferOwner(source.bucket_buffer, device)
-    for bucket in source.buckets:
-        others = [rank for rank in bucket.ranks if rank != source.sender and bucket.bytes_of(rank)]
-        owner.invite(others, partial(_exchange_all, dist.isend, bucket=bucket))
-        flat = owner.buffer[: bucket.meta.num_bytes]
-        _write_pieces(open_bucket(bucket.meta, flat), bucket, source.sender, held)
-        owner.wait(others, partial(_exchange_all, dist.irecv, bucket=bucket))
-        yield bucket.meta, flat
-
-
-def _feed_shared(source: WeightSource, rank: int, held: dict[str, _Holding], device: torch.device) -> None:
-    """Write this rank's pieces of each bucket where the sender wants them."""
-    guest = BufferGuest(source.sender, device)
-    for bucket in source.buckets:
-        if bucket.bytes_of(rank):
-            buffer = guest.wait(partial(_exchange_all, dist.irecv, bucket=bucket))
-            _write_pieces(open_bucket(bucket.meta, buffer[: bucket.meta.num_bytes]), bucket, rank, held)
-            guest.done(partial(_exchange_all, dist.isend, bucket=bucket))
 
 
 def _write_pieces(

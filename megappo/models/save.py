@@ -1,14 +1,16 @@
 """A trained model as a Hugging Face folder, written by all ranks together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
+from megappo.device.together import run_together
 from megappo.errors import CheckpointError
 from megappo.models.architecture import read_config
 from megappo.models.export import ExportPlan, iter_export_buckets, plan_export
+from megappo.models.written_config import config_changes
 from megappo.weights.buckets import BucketMeta, open_bucket
 from megappo.weights.name_map import VALUE_HEAD
 from megappo.weights.safetensors_io import finish_folder, partial_folder, shard_files, start_folder, write_shard
@@ -41,15 +43,13 @@ def save_hf_model(
     files = [partial_folder(output) / file for file in shard_files(len(buckets))]
     is_first_rank = dist.get_rank() == 0
 
-    if error := _together(lambda: start_folder(output) if is_first_rank else None):
-        raise error
-    if error := _together(lambda: _write_buckets(model_chunks, shard_bytes, files[first:], plan)):
-        raise error
-    changes = _config_changes(model_chunks, buckets, source)
-    if error := _together(
+    run_together(lambda: start_folder(output) if is_first_rank else None)
+    run_together(lambda: _write_buckets(model_chunks, shard_bytes, files[first:], plan))
+    has_value_head = any(VALUE_HEAD in bucket.names for bucket in buckets)
+    changes = config_changes(read_config(source), dtype=buckets[0].dtype, has_value_head=has_value_head)
+    run_together(
         lambda: finish_folder(output, source=source, buckets=buckets, config_changes=changes) if is_first_rank else None
-    ):
-        raise error
+    )
 
 
 def _all_buckets(plan: ExportPlan) -> tuple[list[BucketMeta], int]:
@@ -59,19 +59,6 @@ def _all_buckets(plan: ExportPlan) -> tuple[list[BucketMeta], int]:
     sources = {other.source: other.buckets for other in plans if other is not None and other.sends}
     first = sum(len(sources[source]) for source in sources if source < plan.source)
     return [bucket for source in sorted(sources) for bucket in sources[source]], first
-
-
-def _together(action: Callable[[], None]) -> CheckpointError | None:
-    """Run a step on every rank. Returns the first rank's error, on all of them, so that none waits for another."""
-    reason = None
-    try:
-        action()
-    except CheckpointError as error:
-        reason = str(error)
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None]
-    return CheckpointError(failed[0]) if failed else None
 
 
 def _write_buckets(
@@ -88,16 +75,3 @@ def _write_buckets(
                 failure = error  # and go on: the ranks that feed this one wait for it
     if failure is not None:
         raise failure
-
-
-def _config_changes(
-    model_chunks: Sequence[MegatronModule], buckets: Sequence[BucketMeta], source: Path
-) -> dict[str, object]:
-    """Return the keys of config.json in which the written model differs from its source."""
-    config = read_config(source)
-    # transformers 5 says dtype, transformers 4 torch_dtype.
-    changes: dict[str, object] = {"torch_dtype" if "torch_dtype" in config else "dtype": buckets[0].dtype}
-    if any(VALUE_HEAD in bucket.names for bucket in buckets):
-        names = [str(name).replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
-        changes |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
-    return changes

@@ -66,19 +66,6 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("rollout/sampling_rounds", "count", "rounds of generation of the step (dynamic sampling)", "-"),
         ("rollout/groups_filtered", "count", "groups dropped because they carry no signal", "-"),
         ("rollout/groups_carried", "count", "groups kept for a later step", "-"),
-        (
-            "rollout/goodput_tokens_per_s",
-            "tokens/s",
-            "response tokens that were kept, of finished groups and of those that go on",
-            "time in which anything was generated, validation included",
-        ),
-        ("rollout/idle_share/mean", "0-1", "time in which an engine has no prompts", "that time, over all engines"),
-        ("rollout/idle_share/<engine>", "0-1", "the same of one engine", "that time"),
-        ("rollout/engines", "count", "engines that take prompts", "-"),
-        ("rollout/retries", "count", "groups sent again, since an engine failed", "-"),
-        ("rollout/groups_moved", "count", "groups that went on elsewhere, since their engine was slow", "-"),
-        ("rollout/engine_restarts", "count", "restarts of engines that failed", "-"),
-        ("rollout/recovery_s/max", "s", "longest time from the discovery of a failure to prompts again", "-"),
         ("rollout/policy_version/min", "steps", "oldest version of the weights that sampled a sequence", "-"),
         (
             "rollout/policy_lag/max",
@@ -138,6 +125,8 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("actor/grad_norm", "1", "gradient norm before clipping", _APPLIED),
         ("actor/lr", "1", "learning rate", _OPTIMIZER_STEPS),
         ("actor/skipped_steps", "count", "optimizer steps skipped since the start: gradient not finite", "-"),
+        ("actor/first_step/loss", "1", "loss of the first optimizer step of the update", "-"),
+        ("actor/first_step/grad_norm", "1", "gradient norm of that step, also when it was skipped", "-"),
     ),
     "Critic": _area(
         ("critic/loss/mean", "1", "value loss", _OPTIMIZER_STEPS),
@@ -148,6 +137,8 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("critic/grad_norm", "1", "gradient norm before clipping", _APPLIED),
         ("critic/lr", "1", "learning rate", _OPTIMIZER_STEPS),
         ("critic/skipped_steps", "count", "optimizer steps skipped since the start: gradient not finite", "-"),
+        ("critic/first_step/loss", "1", "loss of the first optimizer step of the update", "-"),
+        ("critic/first_step/grad_norm", "1", "gradient norm of that step, also when it was skipped", "-"),
     ),
     "Rollout engine against trainer": _area(
         ("actor/rollout_log_prob_diff/mean", "nats", "|log-prob of the engine - log-prob of the trainer|", _COMPARED),
@@ -173,7 +164,14 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
     ),
     "Time": _area(
         ("timing/step_s", "s", "whole step, wall clock on the controller; the others are parts of it", "-"),
-        ("timing/save_s", "s", "writing a checkpoint, in steps that do", "-"),
+        (
+            "timing/save_s",
+            "s",
+            "writing a checkpoint, in steps that do; with checkpoint.asynchronous copying the state, and waiting for "
+            "the save before",
+            "-",
+        ),
+        ("timing/export_hf_s", "s", "writing a Hugging Face folder, in steps that do (trainer.export_hf_freq)", "-"),
         ("timing/validate_s", "s", "validation, after the step", "-"),
         (
             "timing/generate_s",
@@ -196,8 +194,9 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("timing/update_critic_s", "s", "critic update", "-"),
         ("timing/update_actor_s", "s", "actor update", "-"),
         ("timing/weight_sync_s", "s", "hand-over of the weights to the engines", "-"),
+        ("timing/engine_recovery_s/max", "s", "longest time from the discovery of a failure to prompts again", "-"),
     ),
-    "Throughput and state": _area(
+    "Throughput and engines": _area(
         ("perf/tokens_per_s", "tokens/s", "tokens of the step, prompts included, over its wall time", "-"),
         ("perf/tokens_per_s_per_device", "tokens/s", "the same, over all devices of the run", "-"),
         (
@@ -210,10 +209,29 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("perf/mfu/<phase>", "0-1", "the same over the device's dense peak; absent where that is not known", "-"),
         ("perf/hfu/<phase>", "0-1", "the same with recomputed layers; absent where none are", "-"),
         ("perf/weight_sync_bytes_per_s", "bytes/s", "bytes handed over, over the time it took", "-"),
+        (
+            "perf/goodput_tokens_per_s",
+            "tokens/s",
+            "response tokens that were kept, of finished groups and of those that go on",
+            "time in which anything was generated, validation included",
+        ),
+        ("perf/engine_idle_share/mean", "0-1", "time in which an engine has no prompts", "that time, over all engines"),
+        ("perf/engine_idle_share/<engine>", "0-1", "the same of one engine", "that time"),
+        ("perf/engines", "count", "engines that take prompts", "-"),
+        ("perf/rollout_retries", "count", "groups sent again, since an engine failed", "-"),
+        ("perf/groups_moved", "count", "groups that went on elsewhere, since their engine was slow", "-"),
+        ("perf/engine_restarts", "count", "restarts of engines that failed", "-"),
+        (
+            "perf/weight_sync_verified_tensors",
+            "1",
+            "tensors of an engine compared with what was sent, by checksums",
+            "-",
+        ),
+        ("perf/weight_sync_failed_attempts", "1", "attempts at the hand-over that failed before one ended well", "-"),
+    ),
+    "State": _area(
         ("weights/version", "steps", "version of the weights that the engines hold after the step", "-"),
         ("weights/bytes", "bytes", "weights handed to each engine", "-"),
-        ("weights/verified_tensors", "1", "tensors of an engine compared with what was sent, by checksums", "-"),
-        ("weights/failed_attempts", "1", "attempts at the hand-over that failed before one ended well", "-"),
         (
             "schedule/mini_batches_without_tokens",
             "count",
@@ -224,6 +242,10 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("data/epoch", "passes", "passes over the training prompts that are finished", "-"),
     ),
 }
+
+
+MEASURED = ("timing/", "perf/")
+"""Beginnings of the names of all metrics that another run of the same configuration may give other numbers for."""
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -246,8 +268,15 @@ def catalogue_markdown() -> str:
         "",
         "What `metrics.jsonl` and the trackers hold, by name: `area/thing/stat`. A metric is absent where there is",
         "nothing to count, never 0 or NaN. Means are exact: totals and counts are added up over micro-batches, ranks",
-        "and mini-batches before they are divided. This page is written by `make docs` from",
-        "`megappo/observability/metric_catalogue.py`.",
+        "and mini-batches before they are divided.",
+        "",
+        "What depends on time, on load or on failures is named `timing/...` or `perf/...`. All other numbers are",
+        "bitwise the same in a run that is repeated, or killed and resumed, on the same layout in fp32 with one",
+        "`rollout=hf` engine. Several engines share prompts out by their speed, and SGLang batches as requests come:",
+        "both can change the last bits of log-probs, and with them a sampled token. `rollout.partial` stops engines by",
+        "the clock.",
+        "",
+        "This page is written by `make docs` from `megappo/observability/metric_catalogue.py`.",
     ]
     for area, docs in CATALOGUE.items():
         lines += ["", f"## {area}", "", "| name | unit | meaning | mean over |", "|---|---|---|---|"]

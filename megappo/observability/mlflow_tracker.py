@@ -4,6 +4,9 @@ Metric names: MLflow admits letters, digits and `_ - . : /` and the space. Any o
 part of a path too (`a//b` -> `a/_/b`); a name that would then equal another one gets `_2`, `_3`, ... at its end.
 metrics.jsonl keeps the names as they are.
 
+A run that is resumed goes on with the MLflow run whose id is in its folder. MLflow deletes no number: steps after the
+checkpoint are logged a second time, and where the two differ (`timing/`, `perf/`) both stay.
+
 mlflow is imported when a tracker is made: it takes seconds, which pass in the tracker's own thread.
 """
 
@@ -12,8 +15,11 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from megappo.observability.run_directory import write_atomically
+from megappo.observability.tracker import Line
 
 _REFUSED = re.compile(r"[^A-Za-z0-9_\-. :/]")
 _LONGEST_NAME = 240
@@ -24,7 +30,8 @@ _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 class MlflowTracker:
     """One MLflow run. Slow to open (a new database takes 6-15 s): wrap it in `BackgroundTracker`."""
 
-    def __init__(self, *, uri: str, experiment: str, run_name: str, artifacts: Path) -> None:
+    def __init__(self, *, uri: str, experiment: str, run_name: str, artifacts: Path, id_file: Path) -> None:
+        """`id_file` keeps the id of the MLflow run; if it is there, that run goes on."""
         # Off unless the user set it: a training run on a private network should not call out.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
@@ -39,8 +46,25 @@ class MlflowTracker:
             # A sqlite store would put artifacts below the working directory.
             location = artifacts.resolve().as_uri() if uri.startswith("sqlite:") else None
             experiment_id = self._client.create_experiment(experiment, artifact_location=location)
-        self._run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
         self._names = MetricNames()
+        if id_file.exists():
+            self._run_id = id_file.read_text().strip()
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
+            write_atomically(id_file, self._run_id + "\n")
+
+    def continue_run(self, lines: Sequence[Line]) -> None:
+        # A process that is killed has numbers that it has not sent yet.
+        known = {name: self._steps_of(name) for name in {name for _, values in lines for name in values}}
+        for step, values in lines:
+            lost = {name: value for name, value in values.items() if step not in known[name]}
+            if lost:
+                self.log(step, lost)
+
+    def _steps_of(self, name: str) -> set[int]:
+        history = self._client.get_metric_history(self._run_id, self._names.tracked(name))
+        return {point.step for point in history}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

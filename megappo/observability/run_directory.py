@@ -1,15 +1,16 @@
 """The folder of a run: `<run.dir>/<run.name>/`.
 
 Holds config.yaml (resolved), metrics.jsonl, summary.json, reward_curve.png, mlflow.db, logs/ (a file per process),
-rollouts/ (sampled answers), parity/ (sequences on which engine and trainer disagree) and, when saving is on,
-checkpoints/.
+rollouts/ (sampled answers), records/ (steps written down for replay) and, where they are asked for, checkpoints/ and
+hf/ (Hugging Face folders of the actor).
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -57,12 +58,32 @@ class RunDirectory:
         return self.path / "rollouts"
 
     @property
-    def parity(self) -> Path:
-        return self.path / "parity"
+    def records(self) -> Path:
+        return self.path / "records"
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def mlflow_run(self) -> Path:
+        """Keeps the id of the MLflow run."""
+        return self.path / "mlflow_run_id"
+
+    def holds(self, path: Path) -> bool:
+        """Whether something is inside the folder."""
+        return self.path.resolve() in path.resolve().parents
+
+    def drop_steps_after(self, step: int) -> None:
+        """Remove the files of later steps, which a run that resumes writes anew. Records stay: they may be why the run
+        was ended."""
+        for path in self.rollouts.glob("step_*.jsonl"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
 
 
 def open_run_directory(run: RunSection, *, resume: str = "never") -> RunDirectory:
@@ -121,13 +142,19 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by `text`; a reader sees the old content or the new, also after a crash."""
-    aside = path.with_name(f"{path.name}.writing")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a new file and wait until it is on disk."""
+    with path.open("wb") as file:
+        write(file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by `text`; a reader sees the old content or the new, also after a crash."""
+    content = text.encode("utf-8")
+    aside = path.with_name(f"{path.name}.writing")
+    write_file(aside, lambda file: file.write(content))
     aside.replace(path)
 
 

@@ -2,20 +2,29 @@
 
 import json
 import math
+import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megappo.observability.run_directory import write_atomically
+
+Line = tuple[int, dict[str, float]]
+"""A step and its numbers."""
 
 
 class Tracker(Protocol):
     """Receives the numbers and files of one run. Any method may raise; `close` is called once, last."""
 
+    def continue_run(self, lines: Sequence[Line]) -> None:
+        """Before anything is logged: this run goes on after steps that an earlier process has logged. Record those of
+        them that were lost with that process."""
+        ...
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the numbers of one step."""
+        """Record the numbers of one step; step 0 is before the first."""
         ...
 
     def artifact(self, path: Path) -> None:
@@ -36,10 +45,14 @@ class JsonlTracker:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    def continue_run(self, lines: Sequence[Line]) -> None:
+        """Nothing to do: they are this file's."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        line = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | line) + "\n")
+            file.write(_to_json(step, values))
+            file.flush()
+            os.fsync(file.fileno())
 
     def artifact(self, path: Path) -> None:
         """Nothing to do: the file is in the run directory already."""
@@ -48,13 +61,37 @@ class JsonlTracker:
         """Nothing to do: every line is written."""
 
 
-def keep_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
-    """Drop the lines of metrics.jsonl after `last_step` (a run that resumes writes them anew); returns the others."""
+def _to_json(step: int, values: Mapping[str, float]) -> str:
+    line = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+    return json.dumps({"step": step} | line) + "\n"
+
+
+def keep_lines(path: Path, *, last_step: int) -> list[Line]:
+    """Drop the lines of metrics.jsonl after `last_step` (a run that resumes writes them anew), and a last one that a
+    killed process has not finished; returns the others."""
     if not path.exists():
         return []
-    kept = [line for text in path.read_text().splitlines() if (line := json.loads(text))["step"] <= last_step]
-    write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+    kept = [line for line in _read_lines(path) if line[0] <= last_step]
+    write_atomically(path, "".join(_to_json(step, values) for step, values in kept))
     return kept
+
+
+def last_line(path: Path) -> int:
+    """Return the last step that metrics.jsonl holds a whole line of; -1 where there is none."""
+    return max((step for step, _ in _read_lines(path)), default=-1) if path.exists() else -1
+
+
+def _read_lines(path: Path) -> Iterator[Line]:
+    texts = path.read_text(encoding="utf-8").splitlines()
+    for number, text in enumerate(texts, start=1):
+        try:
+            content = json.loads(text)
+        except ValueError:
+            if number < len(texts):
+                raise
+            return
+        step: int = content.pop("step")
+        yield step, {name: float(value) for name, value in content.items()}
 
 
 _INTERRUPTED_S = 2.0
@@ -83,6 +120,9 @@ class BackgroundTracker:
         # A daemon: a tracker that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._work, args=(make,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
+
+    def continue_run(self, lines: Sequence[Line]) -> None:
+        self._calls.put(lambda tracker: tracker.continue_run(lines))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         kept = dict(values)

@@ -3,9 +3,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megappo.config.rollout import RolloutConfig
 from megappo.rollout.engine import FinishReason, GenerateRequest, GroupOutput, SampledResponse, VersionSpan
 
+INTERRUPT_S = 20.0
+"""How long what is interrupted at `rollout.request_timeout_s` may take to come back."""
+
 _NOTHING = SampledResponse(tokens=[], log_probs=[], finish_reason=FinishReason.abort, versions=[])
+
+
+def no_token(config: RolloutConfig) -> str:
+    """Return what is wrong with a call that was interrupted before it had sampled anything."""
+    return (
+        f"not one token within rollout.request_timeout_s={config.request_timeout_s:g} (raise it if prompts alone take "
+        "longer)"
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -47,6 +59,12 @@ def join_group(
     return GroupOutput(
         group_id=request.group_id, responses=responses, policy_version=min(versions, default=version_in_use)
     )
+
+
+def has_news(request: GenerateRequest, output: GroupOutput) -> bool:
+    """Whether a group came back with more than was begun of it."""
+    begun = request.begun or [_NOTHING] * request.num_samples
+    return any(old != new for old, new in zip(begun, output.responses, strict=True))
 
 
 def _joined(begun: SampledResponse, drawn: SampledResponse, max_new_tokens: int) -> SampledResponse:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megappo.config.rollout import PauseMode, SamplingConfig
 from megappo.device.backend import Backend, resolve_backend
 from megappo.errors import CapabilityError, EngineError
+from megappo.rollout.continuation import INTERRUPT_S, has_news, no_token
 from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
 from megappo.rollout.hf_decoding import GROUPED_ATTENTION
 from megappo.rollout.hf_rows import ResponseEnds
@@ -43,6 +44,13 @@ class _Call:
     cancelled: threading.Event
     """Nobody listens any more."""
     aborted: threading.Event
+    late: threading.Event
+    """It was aborted at its deadline."""
+
+    def interrupt(self) -> None:
+        """Abort it, at its deadline."""
+        self.late.set()
+        self.aborted.set()
 
 
 class HFEngine:
@@ -68,8 +76,8 @@ class HFEngine:
         self._pause = spec.pause or PauseMode.wait
         if self._pause not in (PauseMode.wait, PauseMode.abort):
             raise CapabilityError(
-                f"weight_sync.pause={self._pause.value} needs an engine that can set requests aside, and "
-                "rollout.engine=hf works batch by batch (use weight_sync.pause=wait or abort)"
+                f"pause={self._pause.value} needs an engine that can set requests aside, and rollout.engine=hf works "
+                "batch by batch (use wait or abort)"
             )
         self._calls: set[_Call] = set()
         self._end_tokens = read_end_tokens(Path(spec.model.path))
@@ -113,13 +121,21 @@ class HFEngine:
         model = self._running("generate")
         self._weight_half("generate").update.require_usable()
         check_requests(requests, sampling, limits=_limits(model), name=self._name)
-        call = _Call(cancelled=threading.Event(), aborted=threading.Event())
+        call = _Call(cancelled=threading.Event(), aborted=threading.Event(), late=threading.Event())
         self._calls.add(call)
+        limits = self._spec.config
+        deadline = asyncio.get_running_loop().call_later(limits.request_timeout_s, call.interrupt)
+        idle = True
         try:
             for batch, how in _batches(requests, sampling, row_bytes=partial(_row_bytes, model)):
-                for output in await self._sample(model, batch, how, seed=seed, call=call):
+                outputs = await self._sample(model, batch, how, seed=seed, call=call)
+                idle = idle and not any(map(has_news, batch, outputs))
+                if idle and call.late.is_set():
+                    raise EngineError(f"{self._name}: generate: {no_token(limits)}")
+                for output in outputs:
                     yield output
         finally:
+            deadline.cancel()
             call.cancelled.set()
             self._calls.discard(call)
 
@@ -133,7 +149,7 @@ class HFEngine:
         call: _Call,
     ) -> list[GroupOutput]:
         """Sample one batch, in the engine's thread, once no hand-over is under way."""
-        timeout_s = self._spec.config.request_timeout_s
+        timeout_s = self._spec.config.request_timeout_s + INTERRUPT_S
         signals = SamplingSignals(
             cancelled=lambda: call.cancelled.is_set() or self._stopped.is_set(), aborted=call.aborted.is_set
         )
@@ -164,7 +180,8 @@ class HFEngine:
         """End all batches at their next token; returns once the one under way has ended."""
         for call in self._calls:
             call.aborted.set()
-        await self._run("abort", lambda: None, self._spec.config.request_timeout_s)  # its turn comes after the batch's
+        # Its turn comes after the batch's.
+        await self._run("abort", lambda: None, self._spec.config.request_timeout_s + INTERRUPT_S)
 
     async def join_weight_group(self, group: WeightGroup) -> None:
         """Join a weight group as rank `rank_offset`."""

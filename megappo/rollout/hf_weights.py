@@ -116,7 +116,7 @@ class HFWeights:
             except TimeoutError:
                 raise EngineError(
                     f"{self._name}: begin weights: not done within {self._timeout_s:g} s, since a batch is under way "
-                    "(raise weight_sync.timeout_s, or use weight_sync.pause=abort)"
+                    "(raise weight_sync.timeout_s, or abort it first)"
                 ) from None
         self.update.begin()
 

@@ -16,7 +16,7 @@ from megappo.errors import EngineError, RequestError
 _DYING_S = 3.0
 """How long a server whose connection broke may take to end, before the error is written without its exit code."""
 
-_LONG_RESPONSE = " (rollout.request_timeout_s: raise it if responses take longer, or lower max_new_tokens)"
+_AFTER_ABORT = ", although it was told to abort at rollout.request_timeout_s"
 
 _NO_ENTRY = (401, 403)
 
@@ -43,7 +43,7 @@ class SGLangClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._failure = failure
+        self.failure = failure
         self._session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:
@@ -65,7 +65,7 @@ class SGLangClient:
         except (aiohttp.ClientError, TimeoutError):
             return False
         if status in _NO_ENTRY:
-            raise RequestRefused(str(await self._failure("start", f"refused with status {status}: not its key")))
+            raise RequestRefused(str(await self.failure("start", f"refused with status {status}: not its key")))
         return status == 200
 
     async def freeze_objects(self, *, timeout_s: float) -> None:
@@ -100,13 +100,13 @@ class SGLangClient:
             async with self._session.request(method, path, data=data, timeout=timeout) as response:
                 content = await response.read()
         except TimeoutError:
-            longest = "" if phase != "generate" else _LONG_RESPONSE
-            raise await self._failure(phase, f"no answer within {timeout_s:g} s{longest}") from None
+            late = _AFTER_ABORT if phase == "generate" else ""
+            raise await self.failure(phase, f"no answer within {timeout_s:g} s{late}") from None
         except aiohttp.ClientError as error:
             reason = f"connection broke ({type(error).__name__}: {error})"
-            raise await self._failure(phase, reason, wait_s=_DYING_S) from error
+            raise await self.failure(phase, reason, wait_s=_DYING_S) from error
         if response.status != 200:
             reason = f"refused with status {response.status}: {content.decode(errors='replace')[:2000]}"
             at_fault = RequestError if phase == "generate" and response.status == 400 else RequestRefused
-            raise at_fault(str(await self._failure(phase, reason)))
+            raise at_fault(str(await self.failure(phase, reason)))
         return orjson.loads(content) if response.content_type == "application/json" else None

@@ -84,7 +84,7 @@ class SGLangEngine:
 
     async def _take_over(self) -> None:
         """Make a server that answers ready for requests, and learn what it can take."""
-        timeout_s = self._config.request_timeout_s
+        timeout_s = self._config.start_timeout_s
         if isinstance(self._server, SGLangServer):
             self._server.release_ports()
             await self._client.freeze_objects(timeout_s=timeout_s)

@@ -1,10 +1,11 @@
 """What an SGLang server (0.5.23) makes of the tensors of a model folder: which it joins, cuts over its ranks and pads.
 
-Only what is known to lie in the server's memory as it came is listed. Experts are not: SGLang reorders them for some
-of its kernels. Nor is what SGLang pads on a CPU (srt/configs/update_config.py:226): heads where the ranks do not divide
-the key/value heads, and feed-forward networks whose features are no multiple of 32 times the ranks.
+Only what is known to lie in the server's memory as it came is listed. Experts are on a CPU alone: on CUDA SGLang
+reorders them for some of its kernels. Not listed is what SGLang pads on a CPU (srt/configs/update_config.py:226): heads
+where the ranks do not divide the key/value heads, and feed-forward networks and experts whose features are no multiple
+of 32 times the ranks.
 
-Shapes: H features in, F features out, V vocabulary, R ranks.
+Shapes: H features in, F features out, V vocabulary, R ranks, E experts.
 """
 
 import re
@@ -15,8 +16,10 @@ from pathlib import Path
 from megappo.config.cluster import DeviceKind
 from megappo.rollout.model_folder import TIED_HEAD, has_tied_head, read_key_value_heads, read_weight_shapes
 from megappo.weights.checksums import HeldPart, HeldTensor
+from megappo.weights.engine_shards import engine_name
 from megappo.weights.layouts import EngineLayout
 from megappo.weights.name_map import Size
+from megappo.weights.transforms import shard_range
 
 _JOINED = (
     (re.compile(r"\.q_proj\."), (".q_proj.", ".k_proj.", ".v_proj."), ".qkv_proj."),
@@ -77,6 +80,31 @@ def held_by_server(shapes: Mapping[str, list[int]], server: ServerShape) -> list
                 parts = [first.sub(part, name) for part in names]
                 joined = first.sub(together, name)
         held += [_on_rank(joined, parts, shapes, rank=rank, server=server) for rank in range(server.ranks)]
+    return held + _held_experts(shapes, server)
+
+
+def _held_experts(shapes: Mapping[str, list[int]], server: ServerShape) -> list[HeldTensor]:
+    """Return what is known of the experts: of each layer w13 [E, 2 F / R, H], every expert's gate before its up
+    projection, and w2 [E, H, F / R]."""
+    if server.device is not DeviceKind.cpu:
+        return []
+    fused: dict[str, list[tuple[int, str]]] = {}
+    for name in shapes:
+        together, expert = engine_name(name)
+        if expert is not None:
+            fused.setdefault(together, []).append((expert, name))  # by name, gate is before up and w1 before w3
+    held: list[HeldTensor] = []
+    for together, members in sorted(fused.items()):
+        names, dim = [name for _, name in sorted(members)], int(together.endswith(".w2_weight"))
+        if any(shapes[name][dim] % (32 * server.ranks) for name in names):
+            continue
+        for rank in range(server.ranks):
+            parts = tuple(
+                HeldPart(name=name, dim=dim, start=share.start, stop=share.stop)
+                for name in names
+                for share in [shard_range(shapes[name][dim], rank=rank, size=server.ranks)]
+            )
+            held.append(HeldTensor(name=f"{together}@{rank}", parts=parts))
     return held
 
 

@@ -90,7 +90,7 @@ class SGLangWeights:
             except TimeoutError:
                 raise EngineError(
                     f"{self._update.name}: begin weights: requests were still under way after {self._timeout_s:g} s "
-                    "(raise weight_sync.timeout_s, or use weight_sync.pause=abort or retract)"
+                    "(raise weight_sync.timeout_s, or abort them first)"
                 ) from None
         mode = "in_place" if generation.pause is PauseMode.in_place else "retract"
         await self._post("pause", "/pause_generation", {"mode": mode})

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 from megappo.observability.metrics import Metrics, maximum, mean, minimum, total
 
-_RETRIES, _MOVED, _RESTARTS = "rollout/retries", "rollout/groups_moved", "rollout/engine_restarts"
+_RETRIES, _MOVED, _RESTARTS = "perf/rollout_retries", "perf/groups_moved", "perf/engine_restarts"
 
 
 class UsageMeter:
@@ -64,12 +64,12 @@ class UsageMeter:
         metrics: Metrics = {name: total(number) for name, number in self._counts.items()}
         if self._wall_s > 0:
             idle = {engine: s - self._busy_s.get(engine, 0.0) for engine, s in self._present_s.items()}
-            metrics["rollout/goodput_tokens_per_s"] = mean(self._tokens, self._wall_s)
-            metrics["rollout/idle_share/mean"] = mean(sum(idle.values()), sum(self._present_s.values()))
-            metrics["rollout/engines"] = minimum(len(self._engines))
+            metrics["perf/goodput_tokens_per_s"] = mean(self._tokens, self._wall_s)
+            metrics["perf/engine_idle_share/mean"] = mean(sum(idle.values()), sum(self._present_s.values()))
+            metrics["perf/engines"] = minimum(len(self._engines))
             for engine, seconds in idle.items():
-                metrics[f"rollout/idle_share/{engine}"] = mean(seconds, self._present_s[engine])
+                metrics[f"perf/engine_idle_share/{engine}"] = mean(seconds, self._present_s[engine])
         if self._recoveries_s:
-            metrics["rollout/recovery_s/max"] = maximum(max(self._recoveries_s))
+            metrics["timing/engine_recovery_s/max"] = maximum(max(self._recoveries_s))
         self._reset()
         return metrics

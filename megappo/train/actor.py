@@ -22,7 +22,7 @@ from megappo.config.algorithm_declarations import reads_sum_pi_squared
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.models.build import Head
-from megappo.models.export import iter_export_buckets
+from megappo.models.export import WeightExport
 from megappo.models.parameters import unwrap
 from megappo.observability.metrics import Metrics, mean
 from megappo.train.context import gather_statistics
@@ -59,6 +59,9 @@ class ActorTrainer(ModelTrainer):
         self.algorithm = config.algorithm
         self.temperature = config.rollout.sampling.temperature
         self._fp32_head = config.model.fp32_head
+        self._call_timeout_s = config.cluster.call_timeout_s
+        self._exports: dict[tuple[int, str | None, bool], WeightExport] = {}
+        """By the arguments of `export_buckets`."""
         self._reference: FrozenWeights | SwitchedOffAdapters | None = None
         if self.algorithm.needs_reference:
             make = FrozenWeights if config.actor.lora is None else SwitchedOffAdapters
@@ -190,7 +193,12 @@ class ActorTrainer(ModelTrainer):
     ) -> Iterator[tuple[BucketMeta, torch.Tensor]]:
         """Yield the weights that this rank sends, under Hugging Face names; see `models.export.iter_export_buckets`."""
         self.memory.require_params()
-        return iter_export_buckets(self.chunks, bucket_bytes, dtype=dtype, shared=shared)
+        key = bucket_bytes, dtype, shared
+        if key not in self._exports:
+            self._exports[key] = WeightExport(
+                self.chunks, bucket_bytes, dtype=dtype, shared=shared, timeout_s=self._call_timeout_s
+            )
+        return self._exports[key].buckets()
 
     def _statistics(
         self,

@@ -1,180 +1,160 @@
-"""Checkpoints of one trainer for the same layout: a file per rank, and one that says what they belong to.
+"""Checkpoints of one trainer: weights, optimizer, step numbers and random states, independent of the layout.
 
-Frozen weights (those beside adapters) are not written: they come from the starting model, of which a checkpoint holds
-the sums, so that another one is noticed.
+What is refused: another architecture, role, type of numbers, optimizer or adapters. Frozen weights (those beside
+adapters) are not stored: they come from the starting model, of which a checkpoint holds a sum, so that another one is
+noticed. Random states are those of the ranks of one layout; under another they start anew.
 
-The caller makes the folder, and moves it to its final name once all ranks have written their file; nothing here waits
-for other ranks.
+Invariants (asserted by tests/train/test_checkpoint.py and test_checkpoint_layouts.py):
+1. A trainer of the same layout that loads a checkpoint goes on bitwise as the one that saved it.
+2. Under any other layout the next update is the same to rounding.
+3. A checkpoint holds the state of the moment of `begin_save`, whatever is trained while it is written.
+4. Nothing of a trainer is changed by a save that fails, or by a load of files that are missing or damaged.
 """
 
-import json
-import pickle
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.transformer.module import MegatronModule
 
-from megappo.config.lora import LoraConfig
-from megappo.config.model import Dtype
-from megappo.config.optim import OptimConfig
-from megappo.config.parallelism import ParallelismConfig
-from megappo.errors import CheckpointError
-from megappo.models.architecture import ModelArchitecture
+from megappo.checkpoint.health import file_problem
+from megappo.checkpoint.manifest import FileRecord, read_manifest
+from megappo.device.process_group import seed_random_streams
+from megappo.device.together import run_together
+from megappo.errors import CheckpointError, DamagedCheckpointError, listed
+from megappo.models.description import ModelDescription, read_description
+from megappo.models.sharded_state import frozen_parts, sharded_weights
+from megappo.observability.logging import get_logger
+from megappo.train.checkpoint_files import CheckpointWrite
 from megappo.train.optimizer import ModelOptimizer
+from megappo.train.optimizer_state import sharded_optimizer_state
+from megappo.train.random_state import random_state, restore_random_state
+from megappo.weights.checksums import bit_sum
 
-_LAYOUT_FILE = "layout.json"
+logger = get_logger(__name__)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CheckpointLayout:
-    """What the files of a checkpoint fit."""
+class TrainerCheckpoints:
+    """Saves and loads one trainer. All ranks that hold a part of it call every method but `is_written` together."""
 
-    role: str
-    """actor or critic."""
-    architecture: dict[str, Any]  # Any: the fields of ModelArchitecture
-    parallelism: dict[str, Any]  # Any: the fields of ParallelismConfig
-    world_size: int
-    dtype: str
-    optimizer: str
-    distributed_optimizer: bool
-    lora: dict[str, Any] | None  # Any: the fields of LoraConfig
-
-    @classmethod
-    def of(
-        cls,
-        role: str,
-        architecture: ModelArchitecture,
+    def __init__(
+        self,
+        chunks: Sequence[MegatronModule],
+        optimizer: ModelOptimizer,
+        description: ModelDescription,
         *,
-        parallelism: ParallelismConfig,
-        dtype: Dtype,
-        optim: OptimConfig,
-        lora: LoraConfig | None,
-    ) -> "CheckpointLayout":
-        """Describe a trainer of this process's world."""
-        return cls(
-            role=role,
-            architecture=asdict(architecture),
-            parallelism=asdict(parallelism),
-            world_size=dist.get_world_size(),
-            dtype=dtype.value,
-            optimizer=optim.name.value,
-            distributed_optimizer=optim.distributed,
-            lora=None if lora is None else asdict(lora),
-        )
+        seed: int,
+    ) -> None:
+        """Args: seed: of random states that start anew."""
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._description = description
+        self._seed = seed
+        self._pending: CheckpointWrite | None = None
+        self._frozen_sum: int | None = None
+
+    def begin_save(self, folder: str) -> None:
+        """Copy the state and begin to write it into an existing folder; returns once it is copied.
+
+        Raises:
+            CheckpointError: on every rank, when one of them cannot copy, or a save is under way.
+        """
+        if self._pending is not None:
+            raise CheckpointError(f"{folder}: a save is under way still (finish it first: there is one at a time)")
+        state = self._state() | {"random": self._random_object(random_state())}
+        common = self._optimizer.counters() | {"frozen_sum": self._sum_frozen()}
+        self._pending = CheckpointWrite(Path(folder), state, common=common, description=self._description)
+
+    def is_written(self) -> bool:
+        """Whether this rank has written its file, or failed to; nothing waits."""
+        return self._pending is None or self._pending.is_written()
+
+    def wait_until_written(self) -> None:
+        """Wait until this rank has written its file, or failed to; no rank waits for another."""
+        if self._pending is not None:
+            self._pending.wait()
+
+    def finish_save(self) -> list[FileRecord]:
+        """Wait until the folder is whole; returns the records of the files that this rank wrote, relative to it.
+
+        Raises:
+            CheckpointError: on every rank, when one could not write; names its rank, file and cause.
+        """
+        assert self._pending is not None, "no save is under way"
+        pending, self._pending = self._pending, None
+        return pending.finish()
+
+    def load(self, folder: str) -> None:
+        """Go on from a checkpoint of the same model, of any layout: `folder` is the role's, beside a `manifest.json`.
+
+        Raises:
+            CheckpointError: on every rank, and nothing is changed: another model, or (DamagedCheckpointError) a file is
+                missing or damaged. Only a disk that fails after all files were read and found whole leaves a trainer
+                that cannot be used.
+        """
+        run_together(lambda: _check_files(Path(folder)))
+        saved, common = run_together(lambda: self._check_model(Path(folder)))
+        if common["frozen_sum"] != self._sum_frozen():
+            raise CheckpointError(
+                f"{folder} holds adapters of another model: the frozen weights differ (resume with the starting "
+                "weights that the run began with)"
+            )
+        self._optimizer.restore_counters(common)
+        state = self._state()
+        differences = self._description.layout_differences(saved)
+        if not differences:
+            state["random"] = self._random_object(None)
+        loaded: Any = run_together(lambda: dist_checkpointing.load(state, folder, validate_access_integrity=False))
+        if differences:
+            self._start_random_states_anew(folder, differences)
+        else:
+            restore_random_state(loaded["random"])
+
+    def _state(self) -> ShardedStateDict:
+        """Return the tensors of this rank, as views: what is stored, and what is filled."""
+        return {
+            "weights": sharded_weights(self._chunks),
+            "optimizer": sharded_optimizer_state(self._optimizer, self._chunks),
+        }
+
+    def _random_object(self, state: dict[str, Any] | None) -> ShardedObject:  # Any: as in random_state
+        return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))
+
+    def _check_model(self, path: Path) -> tuple[ModelDescription, dict[str, Any]]:  # Any: numbers
+        """Refuse what does not fit. Returns what the checkpoint is of, and what all ranks had in common."""
+        saved = read_description(path)
+        self._description.check_fits(saved, path)
+        return saved, dist_checkpointing.load_common_state_dict(str(path))
+
+    def _start_random_states_anew(self, folder: str, differences: Mapping[str, tuple[Any, Any]]) -> None:
+        """Draw other numbers than at the start of the run, which would repeat."""
+        seed = crc32(f"{self._seed} {self._optimizer.step_number}".encode())
+        seed_random_streams(seed)
+        if dist.get_rank() == 0:
+            changed = ", ".join(f"{key} {there} -> {here}" for key, (there, here) in differences.items())
+            logger.warning("%s is of another layout (%s): random states start anew from seed %d", folder, changed, seed)
+
+    def _sum_frozen(self) -> int:
+        """Return a sum over all frozen weights of the model, as whole numbers, which no order or layout changes."""
+        if self._frozen_sum is None:
+            own = 0
+            for part in frozen_parts(self._chunks):
+                if part.copies.is_main(part.key, data_is_cut=False):
+                    own += bit_sum(part.key, part.rows)
+            sums = [0] * dist.get_world_size()
+            dist.all_gather_object(sums, own)
+            self._frozen_sum = sum(sums)
+        return self._frozen_sum
 
 
-def save_checkpoint(
-    folder: str, chunks: Sequence[MegatronModule], optimizer: ModelOptimizer, layout: CheckpointLayout
-) -> None:
-    """Write this rank's weights, optimizer state, step numbers and random states into the existing `folder`.
-
-    Raises:
-        CheckpointError: the files cannot be written.
-    """
-    state = {
-        "weights": [_weights(chunk) for chunk in chunks],
-        "frozen_sums": [_frozen_sums(chunk) for chunk in chunks],
-        "optimizer": optimizer.state_dict(),
-        "random": _random_state(),
-    }
-    rank = dist.get_rank()
-    try:
-        torch.save(state, _rank_file(folder, rank))
-        if rank == 0:
-            (Path(folder) / _LAYOUT_FILE).write_text(json.dumps(asdict(layout), indent=2), encoding="utf-8")
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"rank {rank} cannot write a checkpoint to {folder}: {error}") from error
-
-
-def load_checkpoint(
-    folder: str, chunks: Sequence[MegatronModule], optimizer: ModelOptimizer, layout: CheckpointLayout
-) -> None:
-    """Put back what `save_checkpoint` wrote. Nothing is changed when the checkpoint does not fit.
-
-    Raises:
-        CheckpointError: another architecture or layout (both are named), other frozen weights, or a file is missing or
-            damaged.
-    """
-    _check_layout(folder, layout)
-    file = _rank_file(folder, dist.get_rank())
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if state["frozen_sums"] != [_frozen_sums(chunk) for chunk in chunks]:
-        raise CheckpointError(
-            f"{file} holds adapters of another model: the frozen weights differ (resume with the starting weights that "
-            "the run began with)"
-        )
-    for chunk, saved in zip(chunks, state["weights"]):
-        for name, weight in _weights(chunk).items():
-            weight.copy_(saved[name])
-    optimizer.load_state_dict(state["optimizer"])
-    _restore_random_state(state["random"])
-
-
-def _rank_file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"rank_{rank:05d}.pt"
-
-
-def _check_layout(folder: str, layout: CheckpointLayout) -> None:
-    file = Path(folder) / _LAYOUT_FILE
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    wanted = asdict(layout)
-    differing = [key for key in wanted if saved.get(key) != wanted[key]]
-    if differing:
-        of_checkpoint = {key: saved.get(key) for key in differing}
-        of_run = {key: wanted[key] for key in differing}
-        raise CheckpointError(
-            f"checkpoint {folder} does not fit this run: it has {of_checkpoint}, the run has {of_run} "
-            "(resume with the model and layout of the checkpoint, or start a new run from exported weights)"
-        )
-
-
-def _weights(chunk: MegatronModule) -> dict[str, torch.Tensor]:
-    """Return the parameters of a chunk that are not frozen, and its buffers, by name, without copying them."""
-    state = chunk.state_dict(keep_vars=True)
-    # Transformer Engine adds entries that are not weights.
-    return {
-        name: value.detach()
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and "_extra_state" not in name
-        and (value.requires_grad or not isinstance(value, torch.nn.Parameter))
-    }
-
-
-def _frozen_sums(chunk: MegatronModule) -> list[int]:
-    """Return a sum of each frozen parameter, over its bits as whole numbers, which no order of summing changes."""
-    words = {2: torch.int16, 4: torch.int32}
-    return [
-        int(parameter.detach().view(words[parameter.element_size()]).sum(dtype=torch.int64))
-        for parameter in chunk.parameters()
-        if not parameter.requires_grad
-    ]
-
-
-def _random_state() -> dict[str, Any]:  # Any: tensors and dicts of them
-    streams = _random_streams().get_states()
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "streams": dict(streams)}
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:  # Any: as in _random_state
-    torch.set_rng_state(state["torch"])
-    for cuda in state["cuda"]:
-        torch.cuda.set_rng_state(cuda)
-    _random_streams().set_states(state["streams"])
-
-
-def _random_streams() -> Any:  # Any: Megatron types it as possibly absent
-    """Return Megatron's named random streams (on CPU too, whatever the name of the function)."""
-    return get_cuda_rng_tracker()
+def _check_files(path: Path) -> None:
+    """Refuse files that are not as they were written. The ranks share them."""
+    records = read_manifest(path.parent).files_of(path.name)
+    own = records[dist.get_rank() :: dist.get_world_size()]
+    problems = [found for record in own if (found := file_problem(path, record, with_checksum=True)) is not None]
+    if problems or not records:
+        raise DamagedCheckpointError(f"{path} is damaged: {listed(problems) or 'its manifest names no file of it'}")

@@ -43,9 +43,8 @@ class TrainerMemory:
         """Move out what the configuration names, the weights only unless `keep_params`."""
         params = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
         if self._config.optimizer:
-            # In fp32 the weights that the optimizer steps are the model's own, or shards of them.
             state = [tensor for tensor in self._optimizer.state_tensors() if tensor.device == params[0].device]
-            self._state.leave(state, but=params)
+            self._state.leave(state)
         if self._config.grads:
             self._grads.leave(buffer for chunk in self._chunks for buffer in _gradient_buffers(chunk))
         if self._config.params and not keep_params:
@@ -72,14 +71,13 @@ class _Storages:
         self._out: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
         """(storage, its size in bytes, its content on the host)."""
 
-    def leave(self, tensors: Iterable[torch.Tensor], *, but: Iterable[torch.Tensor] = ()) -> None:
-        """Empty the storages of the tensors, of which several may share one, except those that `but` share."""
-        staying = {tensor.untyped_storage().data_ptr() for tensor in but}
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Empty the storages of the tensors, of which several may share one."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             size = storage.nbytes()
             # Nothing is left in a storage that is out already, on its own or through another tensor.
-            if size and storage.data_ptr() not in staying:
+            if size:
                 self._out.append((storage, size, _copy_to_host(storage) if self._kept else None))
                 storage.resize_(0)
 

@@ -5,7 +5,7 @@ it. A step whose gradient is not finite is none: weights, state, step number and
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megappo.config.model import Dtype
-from megappo.config.optim import OptimConfig
+from megappo.config.optim import OptimConfig, OptimizerName
 from megappo.errors import NonFiniteError
 from megappo.train.schedule import learning_rate_at
 from megappo.train.weight_decay import weight_decay_overrides
@@ -30,6 +31,18 @@ class StepOutcome:
     grad_norm: float
     """Norm of the whole gradient over all ranks, before clipping."""
     learning_rate: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OwnedWeight:
+    """A flat range of a weight that this rank steps, and the optimizer's tensors of it, each of as many elements."""
+
+    parameter: torch.nn.Parameter
+    """Of the model."""
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]
+    """State by torch's names, and `fp32_param`: the copy that is stepped where the weight has another type."""
 
 
 class ModelOptimizer:
@@ -113,41 +126,71 @@ class ModelOptimizer:
                 f"{self.config.max_skipped_steps}; lower optim.lr, or look at rewards and log-probs of the last step)"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank: what a rank in the same place of the same layout continues from."""
+    @property
+    def kind(self) -> str:
+        """What decides which state there is."""
+        name = self.config.name.value
+        return f"{name} with momentum" if self.config.name is OptimizerName.sgd and self.config.momentum else name
+
+    def counters(self) -> dict[str, int]:
+        """Return what is counted, equal on all ranks."""
         return {
             "step_number": self.step_number,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self._skipped_in_a_row,
-            "parts": [
-                {"optimizer": part.optimizer.state_dict(), "main_weights": _weights_of(part)} for part in self._parts()
-            ],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the model's own weights are loaded apart. Settings are the configured ones."""
-        self.step_number = state["step_number"]
-        self.skipped_steps = state["skipped_steps"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
-        for part, saved in zip(self._parts(), state["parts"]):
-            part.optimizer.load_state_dict(saved["optimizer"])
-            # A step tensor shared by several parameters would be advanced once for each of them, which makes Adam's
-            # bias correction silently wrong.
-            for parameter_state in part.optimizer.state.values():
-                if isinstance(parameter_state.get("step"), torch.Tensor):
-                    parameter_state["step"] = parameter_state["step"].clone()
-            with torch.no_grad():
-                for weight, saved_weight in zip(_weights_of(part), saved["main_weights"]):
-                    weight.copy_(saved_weight)
-        self._apply_settings()
+    def restore_counters(self, counters: Mapping[str, int]) -> None:
+        """Have made so many steps: the state that they make is there and is to be filled (`owned`). Settings stay the
+        configured ones."""
+        self.step_number = counters["step_number"]
+        self.skipped_steps = counters["skipped_steps"]
+        self._skipped_in_a_row = counters["skipped_in_a_row"]
+        for part in self._parts():
+            if self.step_number == 0:
+                part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                if self.config.name is OptimizerName.adam and not isinstance(part.optimizer, torch.optim.AdamW):
+                    group["step"] = self.step_number  # fused ones (Transformer Engine, apex) count once per group
+                for weight in group["params"] if self.step_number else ():
+                    self._make_state(part.optimizer, weight)
+
+    def _make_state(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
+        """Give a weight the state that it has after a step."""
+        state = optimizer.state[weight]
+        for name in self._state_names():
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(weight)
+        if isinstance(optimizer, torch.optim.AdamW):
+            # Each its own: one that several share is advanced once for each, and Adam's bias correction silently wrong.
+            state["step"] = torch.tensor(float(self.step_number))
+
+    def _state_names(self) -> list[str]:
+        """Return what the optimizer calls the tensors of a weight's shape that it keeps."""
+        if self.config.name is OptimizerName.adam:
+            return ["exp_avg", "exp_avg_sq"]
+        return ["momentum_buffer"] if self.config.momentum else []
+
+    def owned(self) -> list["OwnedWeight"]:
+        """Return what this rank steps, with the state of the steps so far."""
+        return [
+            OwnedWeight(
+                parameter=parameter,
+                start=start,
+                stop=start + stepped.numel(),
+                # In fp32 the model's own weights are stepped.
+                tensors=({} if stepped.dtype == parameter.dtype else {"fp32_param": stepped})
+                | {name: part.optimizer.state[stepped][name] for name in self._state_names() if self.step_number},
+            )
+            for part in self._parts()
+            for parameter, stepped, start in _stepped_by(part)
+        ]
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return the tensors of this rank that only the optimizer has: its state and fp32 master weights."""
-        tensors: list[torch.Tensor] = []
+        tensors = [tensor.detach() for owned in self.owned() for tensor in owned.tensors.values()]
         for part in self._parts():
-            tensors += _weights_of(part)
-            for state in part.optimizer.state.values():
-                tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+            tensors += [state["step"] for state in part.optimizer.state.values() if "step" in state]
         return tensors
 
     def _apply_settings(self) -> None:
@@ -165,8 +208,21 @@ class ModelOptimizer:
         return [part for part in self._megatron.chained_optimizers if not part.is_stub_optimizer]
 
 
-def _weights_of(part: Any) -> list[torch.Tensor]:
-    """Return the weights that a Megatron optimizer steps where these are not the model's own: fp32 copies, shards."""
-    if isinstance(part, megatron_optimizer.FP32Optimizer):
-        return []
-    return [parameter.detach() for parameter in part.get_parameters()]
+def _stepped_by(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+    """Yield (parameter of the model, what a Megatron optimizer steps of it, place of its first element in it): the
+    parameter itself, an fp32 copy, or a flat shard of either."""
+    if isinstance(part, DistributedOptimizer):
+        groups = [
+            *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            *zip(part.model_fp32_groups, part.shard_fp32_groups),
+        ]
+        for parameter, shard in (pair for parameters, shards in groups for pair in zip(parameters, shards)):
+            yield parameter, shard, part._get_model_param_range_map(parameter)["param"].start
+    elif isinstance(part, megatron_optimizer.Float16OptimizerWithFloat16Params):
+        groups = [*zip(part.float16_groups, part.fp32_from_float16_groups)]
+        groups += [(group, group) for group in part.fp32_from_fp32_groups]
+        for parameter, copy in (pair for parameters, copies in groups for pair in zip(parameters, copies)):
+            yield parameter, copy, 0
+    else:
+        for parameter in part.get_parameters():
+            yield parameter, parameter, 0

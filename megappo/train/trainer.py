@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -34,16 +35,18 @@ from megappo.device.backend import Backend
 from megappo.models.architecture import read_architecture
 from megappo.models.build import Head, build_model
 from megappo.models.context import ContextShare
+from megappo.models.description import ModelDescription
 from megappo.models.expert_ranks import most_of_expert_ranks
 from megappo.models.load import load_hf_weights
 from megappo.models.precision import fp8_token_multiple
 from megappo.models.random_weights import draw_random_weights
 from megappo.models.save import save_hf_model
 from megappo.observability.metrics import Metrics, maximum, mean, merge
-from megappo.train.checkpoint import CheckpointLayout, load_checkpoint, save_checkpoint
+from megappo.train.checkpoint import TrainerCheckpoints
 from megappo.train.offload import TrainerMemory
 from megappo.train.optimizer import ModelOptimizer, StepOutcome
 from megappo.train.packing import PackedMicroBatch, PackingRules, pack_micro_batches
+from megappo.train.weight_facts import weight_facts
 
 T = TypeVar("T")
 
@@ -97,8 +100,19 @@ class ModelTrainer:
         self.optimizer = ModelOptimizer(optim, self.chunks, dtype=model.dtype)
         self.memory = TrainerMemory(training.offload, self.chunks, self.optimizer, backend=backend)
         self.device = next(self.chunks[0].parameters()).device
-        self._layout = CheckpointLayout.of(
-            role, self.architecture, parallelism=parallelism, dtype=model.dtype, optim=optim, lora=training.lora
+        self.checkpoints = TrainerCheckpoints(
+            self.chunks,
+            self.optimizer,
+            ModelDescription.of(
+                role,
+                self.architecture,
+                dtype=model.dtype,
+                parallelism=parallelism,
+                world_size=dist.get_world_size(),
+                lora=training.lora,
+                optimizer=self.optimizer.kind,
+            ),
+            seed=seed,
         )
         interleaved = parallelism.virtual_pipeline is not None
         self._rules = PackingRules(
@@ -119,19 +133,23 @@ class ModelTrainer:
             and parallel_state.get_context_parallel_rank() == 0
         )
 
-    def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint into an existing folder."""
-        self.memory.require_all()
-        save_checkpoint(folder, self.chunks, self.optimizer, self._layout)
-
-    def load(self, folder: str) -> None:
-        """Continue from a checkpoint of the same architecture and layout.
+    def begin_save(self, folder: str) -> None:
+        """Copy the state and begin to write it into an existing folder; `checkpoints.finish_save` ends it.
 
         Raises:
-            CheckpointError: another architecture or layout, or a file is missing or damaged.
+            CheckpointError: on every rank, when one of them cannot, or a save is under way.
         """
         self.memory.require_all()
-        load_checkpoint(folder, self.chunks, self.optimizer, self._layout)
+        self.checkpoints.begin_save(folder)
+
+    def load(self, folder: str) -> None:
+        """Continue from a checkpoint of the same model and optimizer, of any layout.
+
+        Raises:
+            CheckpointError: on every rank, and nothing is changed: another model, or a file is missing or damaged.
+        """
+        self.memory.require_all()
+        self.checkpoints.load(folder)
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder, with the side files of the starting model. All ranks take part.
@@ -141,6 +159,12 @@ class ModelTrainer:
         """
         self.memory.require_params()
         save_hf_model(self.chunks, self._path, folder)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return the checksums of the tensors that this rank sends in an export, by Hugging Face name. All ranks take
+        part; layouts and devices give the same ones."""
+        self.memory.require_params()
+        return {name: facts.checksum for name, facts in weight_facts(self.chunks).items()}
 
     def _pack(
         self, batch: RolloutBatch | Experience, micro_batches: Sequence[Sequence[int]], predict: np.ndarray
@@ -247,9 +271,9 @@ class ModelTrainer:
         for _ in range(epochs):
             for packed, loss in steps:
                 self.optimizer.zero_grad()
-                for value, metrics in self._run_forward_backward(packed, loss):
-                    losses.append(value)
-                    parts.append(metrics)
+                found = self._run_forward_backward(packed, loss)
+                losses.append(sum(value for value, _ in found))
+                parts += [metrics for _, metrics in found]
                 outcomes.append(self.optimizer.step())
         self.optimizer.gather_weights()
         if not self.is_output_rank:
@@ -263,6 +287,11 @@ class ModelTrainer:
         - `grad_norm`: norm before clipping, mean over the steps that were applied; absent when none was.
         - `lr`: learning rate, mean over optimizer steps.
         - `skipped_steps`: steps skipped since the start of the run because their gradient was not finite.
+        - `first_step/loss`, `first_step/grad_norm`: of the first step, skipped or not. They depend on the weights
+          before the update and on no optimizer state, so a replay can repeat them.
+
+        Args:
+            losses: of each step, this rank's part.
         """
         applied = [outcome.grad_norm for outcome in outcomes if outcome.applied]
         data_ranks = parallel_state.get_data_parallel_world_size()
@@ -272,6 +301,8 @@ class ModelTrainer:
             f"{self.role}/grad_norm": mean(sum(applied), len(applied)),
             f"{self.role}/lr": mean(sum(outcome.learning_rate for outcome in outcomes), len(outcomes)),
             f"{self.role}/skipped_steps": maximum(self.optimizer.skipped_steps),
+            f"{self.role}/first_step/loss": mean(sum(losses[:1]), len(outcomes[:1]) / data_ranks),
+            f"{self.role}/first_step/grad_norm": mean(sum(o.grad_norm for o in outcomes[:1]), len(outcomes[:1])),
         }
 
 

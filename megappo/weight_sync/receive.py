@@ -3,12 +3,13 @@
 begin -> load, bucket by bucket -> close (verify, end, ask for the version). The sources send elsewhere and must have
 been started: a broadcast ends only when everyone takes part.
 
-Invariants: one call at a time; after `close` the engine answers with the version; after a failure the error names
-source, bucket and phase, and an engine that had begun generates nothing until a later hand-over ends well (its own port
-sees to it).
+Invariants: one call at a time; all calls together end within one deadline, however many buckets there are; after
+`close` the engine answers with the version; after a failure the error names source, bucket and phase, and an engine
+that had begun generates nothing until a later hand-over ends well (its own port sees to it).
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -51,10 +52,11 @@ class Reception:
     """One hand-over to one engine. Every step raises EngineError, naming it, when it fails or is late."""
 
     def __init__(self, engine: WeightReceiver, version: int, *, timeout_s: float) -> None:
-        """`timeout_s` is the deadline of each call."""
+        """`timeout_s` is the time of all calls together, from now on."""
         self._engine = engine
         self._version = version
         self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
 
     async def begin(self) -> None:
         """Pause the engine and open the hand-over."""
@@ -79,9 +81,11 @@ class Reception:
     async def _bounded(self, step: str, call: Awaitable[T]) -> T:
         where = f"weight hand-over {self._version}: {step}"
         try:
-            return await asyncio.wait_for(call, self._timeout_s)
+            return await asyncio.wait_for(call, max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
-            raise EngineError(f"{where}: not done within {self._timeout_s:g} s") from None
+            raise EngineError(
+                f"{where}: not done within {self._timeout_s:g} s of the begin (weight_sync.timeout_s, for all of it)"
+            ) from None
         except MegappoError as error:
             raise EngineError(f"{where}: {error}") from error
 

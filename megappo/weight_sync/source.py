@@ -1,6 +1,7 @@
 """One process of the trainer in a hand-over: it takes its buckets one after the other, checksums, and sends them."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence, Set
 
 from megappo.errors import WorkerError
 from megappo.weight_sync.transport import Bucket, WeightSender
@@ -47,3 +48,19 @@ class WeightSource:
             if isinstance(error, RuntimeError):  # torch's, of a broken group
                 raise WorkerError(f"bucket from {meta.names[0]}: send: {error}") from error
             raise
+
+
+def comparable(held: Sequence[HeldTensor], sent: Sequence[Set[str]]) -> list[HeldTensor]:
+    """Return the held tensors of which one source sends all parts, since that source computes the checksum. Experts
+    that an engine joins come from several where the trainer has several expert-parallel ranks.
+
+    Args:
+        sent: the names of the tensors that each source sends.
+    """
+    return [tensor for tensor in held if any({part.name for part in tensor.parts} <= names for names in sent)]
+
+
+def uncompared(held: Sequence[HeldTensor], sent: Sequence[Set[str]]) -> list[str]:
+    """Return the names that are sent and are of no part of these tensors; numbers of layers and experts read `*`."""
+    names = set[str]().union(*sent) - {part.name for tensor in held for part in tensor.parts}
+    return sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names})

@@ -94,6 +94,8 @@ class MappedParameter:
 
     megatron: str = field(compare=False)
     """Its name with global indices, of either layer spec."""
+    canonical: str
+    """The same, of the local layer spec: what checkpoints call it."""
     hugging_face: list[str]
     partition: Partition
     transform: Transform
@@ -243,14 +245,13 @@ def map_parameter(table: NameTable, megatron_name: str) -> MappedParameter:
     """
     layer, expert = _LAYER.match(megatron_name), _EXPERT.search(megatron_name)
     pattern = _EXPERT.sub("{expert}", _LAYER.sub("decoder.layers.{layer}.", megatron_name))
+    indices = layer.group(1) if layer else "", expert.group() if expert else ""
     for rule in table.rules:
         if pattern in rule.megatron:
             return MappedParameter(
                 megatron=megatron_name,
-                hugging_face=[
-                    _filled(name, layer.group(1) if layer else "", expert.group() if expert else "")
-                    for name in rule.hugging_face
-                ],
+                canonical=_filled(rule.megatron[0], *indices),
+                hugging_face=[_filled(name, *indices) for name in rule.hugging_face],
                 partition=rule.partition,
                 transform=rule.transform,
                 expert=int(expert.group()) if expert else None,
@@ -286,6 +287,8 @@ class RuleUse:
     """Global index; None: the parameter is of no layer."""
     expert: int | None
     """Global index; None: it is of no expert."""
+    canonical: str
+    """As `MappedParameter.canonical`."""
     hugging_face: list[str]
     """Names of its Hugging Face tensors."""
 
@@ -310,7 +313,8 @@ def expand_rules(
             for expert in range(num_experts) if "{expert}" in rule.hugging_face[0] else [None]:
                 texts = ["" if index is None else str(index) for index in (layer, expert)]
                 names = [_filled(name, *texts) for name in rule.hugging_face]
-                yield RuleUse(rule=rule, layer=layer, expert=expert, hugging_face=names)
+                canonical = _filled(rule.megatron[0], *texts)
+                yield RuleUse(rule=rule, layer=layer, expert=expert, canonical=canonical, hugging_face=names)
 
 
 def hugging_face_names(

@@ -218,7 +218,7 @@ def _tensors_by_holder(
     """Return the tensors of each (stage, expert-parallel rank; None: those that are of no expert)."""
     held: defaultdict[tuple[int, int | None], list[PlannedTensor]] = defaultdict(list)
     stages = trainer.stage_of_layers(model.num_layers)
-    for use in _exported(model):
+    for use in exported_parameters(model):
         if use.layer is None:
             stage = 0 if use.hugging_face == [EMBEDDING] else trainer.pipeline - 1
         else:
@@ -231,7 +231,7 @@ def _tensors_by_holder(
     return held
 
 
-def _exported(model: ModelWeights) -> list[RuleUse]:
+def exported_parameters(model: ModelWeights) -> list[RuleUse]:
     """Return the parameters that are handed over, in the order of the model's layers."""
     left_out = {OUTPUT if model.has_value_head else VALUE_HEAD}
     if model.tied_embeddings:

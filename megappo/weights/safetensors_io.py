@@ -6,20 +6,27 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megappo.errors import CheckpointError
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.name_map import Partition
+from megappo.weights.safetensors_file import SafetensorsFile
 from megappo.weights.transforms import shard_range
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_WEIGHT_SUFFIXES = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf"),
+    *(".h5", ".msgpack", ".onnx"),
+    ".distcp",
+)
+_CHECKPOINT_FILES = (".metadata", "metadata.json", "model.json", "conversion.json")
+"""Files of a checkpoint's folder, and of a converted one, which belong to its weights."""
 
 
 class HuggingFaceWeights:
@@ -31,50 +38,63 @@ class HuggingFaceWeights:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._files: dict[str, Any] = {}  # Any: safetensors' handles
+        self._files: dict[str, SafetensorsFile] = {}
         self._file_of = self._read_index()
         self._names = frozenset(self._file_of)
 
     def _read_index(self) -> dict[str, str]:
-        if (self.path / _INDEX).is_file():
-            return dict(json.loads((self.path / _INDEX).read_text(encoding="utf-8"))["weight_map"])
+        index = self.path / _INDEX
+        if index.is_file():
+            try:
+                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{index} cannot be read: {error!r}") from error
         if not (self.path / _SINGLE).is_file():
             raise CheckpointError(
                 f"{self.path} holds neither {_SINGLE} nor {_INDEX} (save the model with safe_serialization=True)"
             )
-        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+        return dict.fromkeys(self._open(_SINGLE).names(), _SINGLE)
 
-    def _open(self, file: str) -> Any:  # Any: safetensors' handle
+    def _open(self, file: str) -> SafetensorsFile:
         if file not in self._files:
-            try:
-                handle = safe_open(self.path / file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self.path / file} cannot be read: {error}") from error
-            self._files[file] = handle
+            self._files[file] = SafetensorsFile(self.path / file)
         return self._files[file]
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors."""
         return self._names
 
+    def stray_names(self) -> list[str]:
+        """Return the tensors that lie in a file without being named in the index, sorted. Opens all files."""
+        files = set(self._file_of.values())
+        return sorted(name for file in files for name in self._open(file).names() if self._file_of.get(name) != file)
+
+    def ghost_names(self) -> list[str]:
+        """Return the tensors that the index names in a file that lacks them, sorted. Opens all files."""
+        return sorted(name for name, file in self._file_of.items() if name not in self._open(file).names())
+
     def shape(self, name: str) -> list[int]:
         """Return a tensor's shape without reading it."""
-        return list(self._slice(name).get_shape())
+        return self._file(name).shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's type without reading it."""
+        return self._file(name).dtype(name)
 
     def read(self, name: str, partition: Partition, *, rank: int, size: int) -> torch.Tensor:
-        """Read rank's part of a tensor under tensor parallelism; nothing else is read from disk."""
-        view = self._slice(name)
+        """Return rank's part of a tensor under tensor parallelism; nothing else is read from disk. It lies in the file:
+        copy it to keep it."""
+        tensor = self._file(name).tensor(name)
         if partition is Partition.replicated:
-            return view[:]
-        held = shard_range(view.get_shape()[partition.value], rank=rank, size=size)
-        own = slice(held.start, held.stop)
-        return view[own] if partition is Partition.column else view[:, own]
+            return tensor
+        held = shard_range(tensor.shape[partition.value], rank=rank, size=size)
+        return tensor.narrow(partition.value, held.start, len(held))
 
-    def _slice(self, name: str) -> Any:  # Any: safetensors' slice object
-        try:
-            return self._open(self._file_of[name]).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path / _INDEX} names {name}, which is not in its file: {error}") from error
+    def _file(self, name: str) -> SafetensorsFile:
+        file = self._open(self._file_of[name])
+        if name not in file.names():
+            raise CheckpointError(f"{self.path / _INDEX} names {name}, which is not in its file {file.path.name}")
+        return file
 
     def __enter__(self) -> Self:
         return self
@@ -122,22 +142,43 @@ def finish_folder(
     Raises:
         CheckpointError: a file cannot be written. Whatever had the name before is still there.
     """
-    partial, old = partial_folder(output), output.with_name(f".{output.name}.old")
+    partial = partial_folder(output)
     try:
         if len(buckets) > 1:
             _write_index(partial, buckets)
-        for file in source.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-                shutil.copy(file, partial / file.name)
+        for file in side_files(source):
+            shutil.copy(file, partial / file.name)
         config = json.loads((partial / "config.json").read_text(encoding="utf-8")) | dict(config_changes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{output} cannot be written: {error}") from error
+    name_folder(output)
+
+
+def name_folder(output: Path) -> None:
+    """Give the `partial_folder` its name, in place of one that had it.
+
+    Raises:
+        CheckpointError: the folder cannot be renamed. Whatever had the name before is still there.
+    """
+    old = output.with_name(f".{output.name}.old")
+    try:
         shutil.rmtree(old, ignore_errors=True)
         if output.exists():
             os.rename(output, old)
-        os.rename(partial, output)
+        os.rename(partial_folder(output), output)
         shutil.rmtree(old, ignore_errors=True)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{output} cannot be written: {error}") from error
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Return the files of a model folder that are not its weights: config, tokenizer, chat template and the like."""
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name not in _CHECKPOINT_FILES
+    )
 
 
 def partial_folder(output: Path) -> Path:

@@ -12,14 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.multiprocessing
 from torch.multiprocessing import reductions
 
+from megappo.errors import WorkerError
 from megappo.weights.buckets import BucketMeta, places, torch_dtype
 
+T = TypeVar("T")
+
+_TRIES = 5
+"""How often torch's manager of shared memory is asked, which torch itself waits for one second each time."""
+_NO_ANSWER = "Shared memory manager connection has timed out"
 _DEVICE = 6
 """Which argument of torch's `rebuild_cuda_tensor` is the device."""
 _ALLOWED = {
@@ -47,9 +53,13 @@ _ALLOWED = {
 
 def share_bucket(bucket: BucketMeta, flat: torch.Tensor) -> bytes:
     """Return the payload for one process, which must open it once; `flat` [num_bytes] uint8 must live until then."""
-    stream = io.BytesIO()
     with shared_by_name():
-        _Pickler(stream).dump({"flattened_tensor": flat, "metadata": _places(bucket)})
+        return ask_manager(lambda: _pickled({"flattened_tensor": flat, "metadata": _places(bucket)}))
+
+
+def _pickled(content: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(content)
     return stream.getvalue()
 
 
@@ -74,13 +84,33 @@ def open_shared_bucket(payload: bytes) -> dict[str, torch.Tensor]:
 
     Raises:
         ValueError: the payload names anything that is not part of a shared bucket.
+        WorkerError: as `ask_manager`.
     """
-    content = _Unpickler(io.BytesIO(payload)).load()
+    content = ask_manager(lambda: _Unpickler(io.BytesIO(payload)).load())
     flat = content["flattened_tensor"]
     return {
         place.name: flat[place.start_idx : place.end_idx].view(place.dtype).view(place.shape)
         for place in content["metadata"]
     }
+
+
+def ask_manager(ask: Callable[[], T]) -> T:
+    """Return what `ask` gives, which makes or opens shared memory: torch keeps a process that removes the memory of
+    processes that died, and on a loaded machine it may be late.
+
+    Raises:
+        WorkerError: it does not answer, however often it is asked.
+    """
+    for _ in range(_TRIES):
+        try:
+            return ask()
+        except RuntimeError as error:
+            if _NO_ANSWER not in str(error):
+                raise
+    raise WorkerError(
+        f"shared memory: torch_shm_manager did not answer {_TRIES} times in a row, within a second each "
+        "(the machine is overloaded, or the process was stopped)"
+    )
 
 
 @contextmanager

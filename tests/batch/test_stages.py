@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from megappo.batch.fields import Dims, PackedBatch, concat, empty, select
-from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.batch.stages import BegunBatch, Experience, RolloutBatch, TokenField
 
-STAGES = [RolloutBatch, Experience, TokenField]
+STAGES = [RolloutBatch, BegunBatch, Experience, TokenField]
 
 
 def filled(stage: type[PackedBatch], *, optional: bool) -> PackedBatch:

@@ -60,12 +60,23 @@ class Engines:
         """Give all engines in service a version, as a push does."""
         self.version = version
         for engine in self.pool.in_service():
-            self.restore(engine)
-        self.pool.admit(self.pool.in_service())
+            self.restore(engine, lambda: True)
+        self.pool.admit(self.pool.lives())
 
-    def restore(self, engine: int) -> None:
+    def restore(self, engine: int, still_wanted: Callable[[], bool]) -> bool:
+        """Give an engine the current version, as `RayWeightSync.restore` does."""
+        if not still_wanted():
+            return False
         for call in (("begin_weights", self.version), ("close_weights", {})):
             gather([self.pool.call(engine, *call)], phase="hand-over", timeout_s=30.0)
+        return True
+
+    def wait_for_all(self, count: int) -> None:
+        """Wait until so many engines are in service."""
+        deadline = time.monotonic() + 60.0
+        while len(self.pool.in_service()) < count:
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.1)
 
     def tokens_of(self, sequence_ids: list[int]) -> dict[int, list[int]]:
         """Pack sequences in two shards and return the responses in them."""
@@ -162,10 +173,7 @@ def _pair(ray_here: None, tokenizer_folder: Path, tmp_path_factory: pytest.TempP
 @pytest.fixture
 def pair(_pair: Engines) -> Engines:
     """Two engines that tests share: both are there, nothing was told and nothing counted when a test begins."""
-    deadline = time.monotonic() + 60.0
-    while len(_pair.pool.in_service()) < 2:
-        assert time.monotonic() < deadline, _pair.lines
-        time.sleep(0.1)
+    _pair.wait_for_all(2)
     list(_pair.pool.generate(_pair.draws([1] * 8), SAMPLING, seed=0))
     _pair.pool.take_metrics()
     _pair.lines.clear()

@@ -118,8 +118,8 @@ def test_every_version_reaches_every_engine_and_is_compared(peers: Peers) -> Non
         metrics = peers.push()
         assert metrics["weights/version"] == peers.version
         assert metrics["weights/bytes"] == 48
-        assert metrics["weights/verified_tensors"] == 3
-        assert metrics["weights/failed_attempts"] == 0
+        assert metrics["perf/weight_sync_verified_tensors"] == 3
+        assert metrics["perf/weight_sync_failed_attempts"] == 0
         for engine in range(2):
             peers.assert_holds(engine)
         assert peers.trainer.shared_mappings() == 0, "the memory of the last bucket is given up"
@@ -131,7 +131,7 @@ def test_a_failed_hand_over_is_tried_again_and_then_whole(peers: Peers) -> None:
     peers.fault(1, "break-once")
     metrics = peers.push()
     (peers.folder / "fault-1").unlink()
-    assert metrics["weights/failed_attempts"] == 1
+    assert metrics["perf/weight_sync_failed_attempts"] == 1
     assert peers.trainer.ended_exports() == ended + 2, "in the failed attempt, too"
     for engine in range(2):
         peers.assert_holds(engine)
@@ -145,6 +145,7 @@ def test_a_failed_hand_over_is_tried_again_and_then_whole(peers: Peers) -> None:
         ("lose", 2),  # it takes them, and holds something else
         pytest.param("break", 2, marks=pytest.mark.slow),
         pytest.param("stuck", 1, marks=pytest.mark.slow),
+        pytest.param("stop", 1, marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_that_cannot_take_weights_is_restarted_while_the_others_go_on(
@@ -155,7 +156,7 @@ def test_an_engine_that_cannot_take_weights_is_restarted_while_the_others_go_on(
     life = peers.pool.life(1)
     peers.fault(1, fault)
     metrics = peers.push()
-    assert metrics["weights/failed_attempts"] == attempts
+    assert metrics["perf/weight_sync_failed_attempts"] == attempts
     peers.assert_holds(0)
     peers.wait_for_both()
     assert peers.pool.life(1) == life + 1
@@ -165,6 +166,22 @@ def test_an_engine_that_cannot_take_weights_is_restarted_while_the_others_go_on(
     peers.push()
     for engine in range(2):
         peers.assert_holds(engine)
+
+
+def test_what_failed_with_an_engine_that_is_gone_does_not_count_against_the_others(
+    started: Callable[[str], Peers],
+) -> None:
+    peers = started("broadcast")
+    peers.push()
+    lives = peers.pool.lives()
+    peers.fault(0, "break-later")
+    peers.fault(1, "die")
+    metrics = peers.push()
+    (peers.folder / "fault-0").unlink()
+    assert metrics["perf/weight_sync_failed_attempts"] == 2
+    peers.assert_holds(0)
+    peers.wait_for_both()
+    assert peers.pool.lives() == {0: lives[0], 1: lives[1] + 1}
 
 
 def test_an_engine_alone_gets_the_last_version_or_the_next_one_where_the_trainer_has_moved_on(peers: Peers) -> None:

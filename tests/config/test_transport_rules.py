@@ -24,8 +24,8 @@ def broken(*overrides: str) -> dict[str, str]:
         ([CUDA, "placement=split", "weight_sync.transport=ipc"], "cluster.rollout", "use placement=colocated"),
         ([CUDA, "weight_sync.transport=ipc"], "rollout.num_engines", "use rollout.num_engines=2, or"),
         (["cluster.address=10.0.0.1:6379", "weight_sync.transport=disk"], "weight_sync.folder", "a shared file system"),
-        (["rollout.engine=hf", "weight_sync.pause=retract"], "weight_sync.pause", "use wait or abort"),
-        (["rollout.engine=hf", "weight_sync.pause=in_place"], "weight_sync.pause", "use wait or abort"),
+        (["weight_sync.pause=retract"], "weight_sync.pause", "use wait"),
+        (["controller=one_step_off", "weight_sync.pause=abort"], "weight_sync.pause", "use wait"),
         (["weight_sync.retries=-1"], "weight_sync.retries", "use 0 or more"),
     ],
 )
@@ -47,8 +47,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], key: st
         [CUDA, "weight_sync.transport=ipc", "rollout.tensor=2"],
         [CUDA, "weight_sync.transport=disk"],
         ["cluster.address=10.0.0.1:6379", "weight_sync.transport=disk", "weight_sync.folder=/shared/weights"],
-        ["rollout.engine=hf", "weight_sync.pause=abort"],
-        ["weight_sync.pause=in_place"],
+        ["weight_sync.pause=wait"],
     ],
 )
 def test_what_works_is_taken(overrides: list[str]) -> None:

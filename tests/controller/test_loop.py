@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from megappo.algo.advantages import needs_values
 from megappo.algo.kl import KLCoefficient
 from megappo.balance.workload import TOKENS
+from megappo.checkpoint.health import checkpoint_to_resume
+from megappo.checkpoint.store import CheckpointStore
 from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, KLController, KLInRewardConfig
 from megappo.config.batching import BatchingConfig
 from megappo.config.memory import RecomputeConfig
@@ -23,11 +26,12 @@ from megappo.controller.step import Components, StepResult
 from megappo.controller.throughput import ModelThroughput, StepThroughput
 from megappo.data.sampler import PromptSampler
 from megappo.data.types import Prompt
-from megappo.errors import CheckpointError
 from megappo.observability.flops import ModelFlops
 from megappo.observability.metrics import Metrics, values
+from megappo.observability.run_directory import RunDirectory
 from megappo.rewards.types import Reward, Sample
-from tests.fakes.one_process import EOS, FakeActor, FakeCritic, FakeReward, FakeRollout, FakeWeightSync
+from tests.fakes.bigram_rollout import EOS, FakeRollout
+from tests.fakes.one_process import FakeActor, FakeCritic, FakeReward, FakeWeightSync
 
 VOCAB = 6
 PROMPTS = [
@@ -56,10 +60,17 @@ class Recorder:
         self.steps: list[dict[str, float]] = []
         self.validations: list[tuple[int, float]] = []
         self.saved: list[Path] = []
+        self.problems: list[str] = []
+        self.started: tuple[int, Path | None] = (-1, None)
 
     def on_phase(self, text: str) -> None: ...
 
-    def on_start(self, step: int, checkpoint: Path | None) -> None: ...
+    def on_problem(self, text: str) -> None:
+        self.problems.append(text)
+
+    def on_start(self, step: int, checkpoint: Path | None) -> bool:
+        self.started = (step, checkpoint)
+        return True
 
     def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
         self.steps.append(values(result.metrics))
@@ -82,8 +93,16 @@ def make_config(algorithm: AlgorithmConfig, *, steps: int, batching: BatchingCon
 
 
 def make_controller(
-    config: RunConfig, tmp_path: Path, *, data: int = 1, critic_data: int = 1, lr: float = 3.0
+    config: RunConfig,
+    tmp_path: Path,
+    *,
+    data: int = 1,
+    critic_data: int = 1,
+    lr: float = 3.0,
+    prompts: list[Prompt] = PROMPTS,
+    **more: Any,
 ) -> tuple[PPOController, Recorder]:
+    """Return a loop over the fakes; it resumes as trainer.resume says. `more`: arguments of PPOController."""
     table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 0.5
     actor = FakeActor(table, data=data, lr=lr, algorithm=config.algorithm)
     critic = None
@@ -92,7 +111,7 @@ def make_controller(
     rollout = FakeRollout(table=torch.zeros(VOCAB, VOCAB))
     parts = Components(
         config=config,
-        sampler=PromptSampler(PROMPTS, batch_size=config.batching.prompts_per_step, seed=0, shuffle=True),
+        sampler=PromptSampler(prompts, batch_size=config.batching.prompts_per_step, seed=0, shuffle=True),
         rollout=rollout,
         reward=FakeReward(share_of_threes),
         actor=actor,
@@ -103,7 +122,16 @@ def make_controller(
         throughput=THROUGHPUT,
     )
     recorder = Recorder()
-    controller = PPOController(parts, validation=PROMPTS[:3], checkpoint_dir=tmp_path, observer=recorder)
+    directory = RunDirectory(path=tmp_path)
+    CheckpointStore(directory.checkpoints).clean()
+    found = checkpoint_to_resume(config.trainer.resume, directory.checkpoints, config.checkpoint.on_damaged)
+    controller = PPOController(
+        parts,
+        validation=PROMPTS[:3],
+        directory=directory,
+        resume_from=None if found is None else found.folder,
+        **{"observer": recorder, **more},
+    )
     return controller, recorder
 
 
@@ -244,55 +272,6 @@ def test_epochs_decide_the_length_when_total_steps_is_null(tmp_path: Path) -> No
     config.trainer.total_steps, config.trainer.total_epochs = None, 2
     controller, _ = make_controller(config, tmp_path)
     assert controller.total_steps == 6  # 12 prompts, 4 a step, 2 epochs
-
-
-def test_a_resumed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
-    config = make_config(ppo_with_kl(), steps=6)
-    _, whole = run(config, tmp_path / "a")
-    half = make_config(ppo_with_kl(), steps=3)
-    half.trainer.save_freq = 3
-    run(half, tmp_path / "b")
-    config.trainer.resume = "auto"
-    controller, rest = run(config, tmp_path / "b")
-    assert controller.state.step == 6
-    for expected, found in zip(whole[3:], rest, strict=True):
-        expected_numbers, found_numbers = numbers([expected]), numbers([found])
-        assert found_numbers == expected_numbers
-
-
-def test_only_the_newest_checkpoints_stay_and_latest_points_to_the_last(tmp_path: Path) -> None:
-    config = make_config(grpo(), steps=5)
-    config.trainer.save_freq, config.trainer.max_checkpoints = 1, 2
-    run(config, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000004", "step_000005"]
-    assert (tmp_path / "latest").read_text() == "step_000005"
-
-
-def test_a_save_that_fails_leaves_the_older_checkpoint_and_the_pointer(tmp_path: Path) -> None:
-    config = make_config(grpo(), steps=1)
-    config.trainer.save_freq = 1
-    controller, _ = run(config, tmp_path)
-
-    def no_space(folder: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    controller.parts.actor.save = no_space  # type: ignore[method-assign]
-    controller.state.step = 2
-    with pytest.raises(CheckpointError, match="No space left"):
-        controller.save()
-    assert (tmp_path / "latest").read_text() == "step_000001"
-    assert (tmp_path / "step_000001" / "actor" / "table.pt").exists()
-
-
-def test_checkpoints_without_a_pointer_are_not_silently_ignored(tmp_path: Path) -> None:
-    config = make_config(grpo(), steps=1)
-    config.trainer.save_freq = 1
-    run(config, tmp_path)
-    (tmp_path / "latest").unlink()
-    config.trainer.resume = "auto"
-    controller, _ = make_controller(config, tmp_path)
-    with pytest.raises(CheckpointError, match="no 'latest' file"):
-        controller.prepare()
 
 
 def test_the_end_token_is_part_of_the_response() -> None:

@@ -33,7 +33,8 @@ from megappo.controller.step import StepResult
 from megappo.errors import EngineError, WorkerError
 from megappo.rewards.types import Reward
 from tests.controller.test_loop import Recorder, make_config, make_controller
-from tests.fakes.one_process import FakeActor, FakeRollout
+from tests.fakes.bigram_rollout import FakeRollout
+from tests.fakes.one_process import FakeActor
 
 BATCHING = BatchingConfig(prompts_per_step=4, samples_per_prompt=2)
 CORRECTED = AlgorithmConfig(
@@ -211,7 +212,7 @@ def test_an_error_of_the_engines_ends_the_step_that_trains_at_its_next_hop(tmp_p
     trained.controller.prepare()
     with pytest.raises(EngineError, match="rollout engine 0 failed"):
         trained.controller.fit()
-    assert (actor.updates, trained.controller.state.step) == (1, 1), "step 2 was not trained to its end first"
+    assert (actor.updates, trained.controller.step) == (1, 1), "step 2 was not trained to its end first"
 
 
 def test_an_interrupted_loop_does_not_wait_for_the_engines(tmp_path: Path) -> None:
@@ -266,7 +267,7 @@ def test_a_resumed_run_neither_skips_nor_repeats_a_prompt(extra: int, tmp_path: 
         assert first.steps[:4] == whole.steps[:4]
         assert [*whole.rows[:16], *rest.rows] == whole.rows and ids == whole.ids
     # Drawn and neither trained nor open: none, so what is drawn next is what would have been.
-    position = rest.controller.state.position
+    position = rest.controller.parts.step_sampler.position()
     open_ids = [number for draw in position.open_draws for number in draw.sequence_ids]
     assert sorted([*ids, *open_ids]) == list(range(position.next_sequence_id))
 

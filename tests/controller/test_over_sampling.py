@@ -19,7 +19,8 @@ from megappo.observability.metrics import values
 from megappo.observability.timing import PhaseTimer
 from megappo.rewards.types import Reward, Sample
 from tests.controller.test_loop import PROMPTS, VOCAB, make_config
-from tests.fakes.one_process import FakeReward, FakeRollout
+from tests.fakes.bigram_rollout import FakeRollout
+from tests.fakes.one_process import FakeReward
 
 TARGET, SAMPLES = 4, 2
 

@@ -16,12 +16,15 @@ from megappo.config.batching import BatchingConfig
 from megappo.config.parity import ParityConfig, ParityLimits
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
+from megappo.controller.comparison import StepComparison
 from megappo.controller.loop import PPOController
-from megappo.controller.parity import ParitySink, StepComparison, broken_limits
+from megappo.controller.parity import broken_limits
 from megappo.controller.ports import Draw, FinishedGroup, SequenceInfo
+from megappo.controller.record import RecordSink, StepRecorder
 from megappo.errors import ParityError
 from tests.controller.test_loop import grpo, make_config, make_controller
-from tests.fakes.one_process import FakeActor, FakeAnswer, FakeRollout
+from tests.fakes.bigram_rollout import FakeAnswer, FakeRollout
+from tests.fakes.one_process import FakeActor
 
 TIGHT = ParityConfig(warn=ParityLimits(max=1e-4), stop=ParityLimits())
 """The fakes agree to 1e-6."""
@@ -60,10 +63,16 @@ def watched(config: RunConfig, tmp_path: Path, **wrong: Any) -> tuple[PPOControl
     rollout = WrongRollout(table=torch.zeros_like(parts.rollout.table), **wrong)  # type: ignore[attr-defined]
     parts.rollout = parts.step_sampler._rollout = parts.weight_sync.rollout = rollout  # type: ignore[attr-defined]
     warnings: list[str] = []
-    parts.parity = ParitySink(
-        folder=tmp_path / "parity", warn=warnings.append, decode=lambda tokens: "-".join(map(str, tokens))
+    sink = RecordSink(
+        folder=tmp_path / "records", warn=warnings.append, decode=lambda tokens: "-".join(map(str, tokens))
     )
+    parts.recorder = StepRecorder(config, sink, actor=parts.actor, critic=parts.critic)
     return controller, warnings, recorder.steps
+
+
+def dumps(tmp_path: Path) -> list[Path]:
+    """The sequences of each record that are written for reading, in order of the steps."""
+    return sorted((tmp_path / "records").glob("step_*/parity.json"))
 
 
 def run(controller: PPOController) -> None:
@@ -80,7 +89,7 @@ def config_with(parity: ParityConfig, *, steps: int = 2, algorithm: AlgorithmCon
 def test_a_clean_run_says_nothing_and_writes_nothing(tmp_path: Path) -> None:
     controller, warnings, steps = watched(config_with(TIGHT), tmp_path)
     run(controller)
-    assert warnings == [] and not (tmp_path / "parity").exists()
+    assert warnings == [] and not (tmp_path / "records").exists()
     for step in steps:
         assert 0 <= step["actor/rollout_log_prob_diff/mean"] <= step["actor/rollout_log_prob_diff/max"] < 1e-6
         assert step["actor/rollout_log_prob_diff/compared_ratio"] == 1
@@ -92,7 +101,7 @@ def test_a_wrong_temperature_warns_in_one_line_per_step(tmp_path: Path) -> None:
     run(controller)
     assert [line.split(":")[0] for line in warnings] == ["step 1", "step 2", "step 3"]
     assert all("\n" not in line and "rollout.parity.warn.max=0.0001" in line for line in warnings)
-    assert sorted(path.name for path in (tmp_path / "parity").iterdir()) == [f"step_00000{n}.json" for n in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "records").iterdir()) == [f"step_00000{n}" for n in (1, 2, 3)]
     assert len(steps) == 3 and all(step["actor/rollout_log_prob_diff/mean"] > 0.05 for step in steps)
 
 
@@ -105,12 +114,12 @@ def test_the_dump_holds_the_sequences_of_wrong_weights_as_both_sides_saw_them(tm
     table = actor.table.detach().clone()
     controller.fit()
     assert warnings, "twelve rows, four to a step: all are seen in three steps"
-    for path in sorted((tmp_path / "parity").iterdir()):
+    for path in dumps(tmp_path):
         dump = json.loads(path.read_text())
         assert {sequence["row"] for sequence in dump["sequences"]} <= set(wrong_rows)
         assert len(dump["sequences"]) == 4
         assert dump["trainer_version"] == dump["step"] - 1 and dump["max"] > 1e-4
-    first = json.loads(min((tmp_path / "parity").iterdir()).read_text())
+    first = json.loads(dumps(tmp_path)[0].read_text())
     assert first["step"] == 1
     sequence = first["sequences"][0]
     tokens = [*sequence["prompt_tokens"], *sequence["response_tokens"]]
@@ -133,14 +142,14 @@ def test_a_stop_ends_the_run_before_the_update_and_says_all_there_is(tmp_path: P
         run(controller)
     actor = controller.parts.actor
     assert isinstance(actor, FakeActor) and actor.updates == 0 and warnings == []
-    dump = json.loads((tmp_path / "parity" / "step_000001.json").read_text())
+    dump = json.loads(dumps(tmp_path)[0].read_text())
     text = str(error.value)
     assert text.startswith("step 1: log-probs of engine and trainer are too far apart: mean ")
     for expected in (
         "rollout.parity.stop.mean=0.05",
         f"mean {dump['mean']:.3g}, max {dump['max']:.3g} nats, r ",
         *(f"sequence {sequence['sequence_id']} (group " for sequence in dump["sequences"]),
-        "step_000001.json",
+        "records/step_000001",
         "temperature",
         "dtype",
         "versions",
@@ -195,16 +204,16 @@ def test_an_update_on_stale_rollouts_measures_nothing_rather_than_staleness(tmp_
 @pytest.mark.parametrize(
     ("parity", "files", "said"),
     [
-        (replace(TIGHT, dump=0), 0, "no dump: rollout.parity.dump=0"),
-        (replace(TIGHT, dump_files=1), 1, "no dump: rollout.parity.dump_files=1 are in"),
-        (replace(TIGHT, dump_tokens=1), 3, "step_000003.json"),
+        (replace(TIGHT, dump=0), 0, "no record: rollout.parity.dump=0"),
+        (replace(TIGHT, dump_files=1), 1, "no record: rollout.parity.dump_files=1 are in"),
+        (replace(TIGHT, dump_tokens=1), 3, "records/step_000003"),
     ],
 )
 def test_the_size_of_dumps_is_bounded(parity: ParityConfig, files: int, said: str, tmp_path: Path) -> None:
     controller, warnings, _ = watched(config_with(parity, steps=3), tmp_path, temperature=0.7)
     run(controller)
     assert said in warnings[-1]
-    paths = list((tmp_path / "parity").glob("*"))
+    paths = dumps(tmp_path)
     assert len(paths) == files
     for path in paths if parity.dump_tokens == 1 else []:
         for sequence in json.loads(path.read_text())["sequences"]:

@@ -23,7 +23,8 @@ from megappo.observability.metrics import values
 from megappo.observability.timing import PhaseTimer
 from megappo.rewards.types import Reward, Sample
 from tests.controller.test_loop import PROMPTS, VOCAB, make_config, run
-from tests.fakes.one_process import EOS, FakeReward, FakeRollout
+from tests.fakes.bigram_rollout import EOS, FakeRollout
+from tests.fakes.one_process import FakeReward
 
 TARGET, SAMPLES, LONGEST = 4, 2, 12
 
@@ -117,7 +118,7 @@ def test_steps_are_full_and_nothing_is_lost_or_trained_twice(seed: int, extra: i
     unfinished = {number // SAMPLES for number in found.sampler.unfinished_ids}
     dropped = {number // SAMPLES for step in found.steps for number in step.forget}
     parts = [*trained, *waiting, *unfinished, *dropped]
-    position = found.steps[-1].position
+    position = found.sampler.position()
     assert sorted(parts) == list(range(position.next_group_id)), "every draw is in exactly one place"
     assert {draw.group_id for draw in position.open_draws} == waiting | unfinished
     assert bool(dropped) <= bool(rounds)
@@ -180,21 +181,24 @@ def test_the_lag_counts_what_older_weights_sampled(tmp_path: Path) -> None:
     assert {step["rollout/sequences"] for step in steps} == {TARGET * SAMPLES}
 
 
-def test_a_resumed_run_samples_open_draws_first_under_their_ids() -> None:
+def test_another_sampler_goes_on_with_the_tokens_that_were_begun() -> None:
     config = config_of(3, extra=6)
     found = sample_steps(config, steps=3, end=0.12)
-    position = found.steps[-1].position
-    assert position.open_draws
+    state = found.sampler.state()
+    held = found.rollout.read([*found.sampler.carried_ids, *found.sampler.unfinished_ids])
+    assert state.position.open_draws and held.begun.num_tokens > 0
     rollout = FakeRollout(table=table_of(3, 0.12), version=3)
+    rollout.adopt(held)
     prompts = PromptSampler(PROMPTS, batch_size=TARGET, seed=config.seed, shuffle=True)
     resumed = StepSampler(config, prompts=prompts, rollout=rollout, reward=FakeReward(even_length))
-    resumed.restore(position)
-    assert resumed.position() == position
-    sampled = resumed.sample(4, PhaseTimer())
-    rows = {info.group_id: info.row for info in sampled.train.sequences}
-    known = {draw.group_id: draw.row for draw in position.open_draws}
-    for group, row in rows.items():
-        assert known.get(group, row) == row
-    drawn = {draw.group_id for draw in sampled.position.open_draws} | rows.keys()
-    assert known.keys() <= drawn, "none is left out"
-    assert sorted(drawn - known.keys()) == list(range(position.next_group_id, sampled.position.next_group_id))
+    resumed.restore(state)
+    assert resumed.state() == state
+    expected, sampled = (sampler.sample(4, PhaseTimer()) for sampler in (found.sampler, resumed))
+    assert sampled.train == expected.train and sampled.forget == expected.forget
+    assert {name: stat for name, stat in sampled.metrics.items() if not name.startswith("timing/")} == {
+        name: stat for name, stat in expected.metrics.items() if not name.startswith("timing/")
+    }
+    ids = [info.sequence_id for info in expected.train.sequences]
+    whole, again = (part.read(ids).complete for part in (found.rollout, rollout))
+    for name in ("tokens", "rollout_log_probs", "sequence_ids"):
+        assert np.array_equal(getattr(whole, name), getattr(again, name))

@@ -114,7 +114,7 @@ def test_remax_gets_a_greedy_answer_per_prompt_that_is_not_trained_on(tmp_path: 
     config = make_config(algorithm, steps=1, batching=replace(BATCHING, samples_per_prompt=1))
     controller, steps = run(config, tmp_path)
     assert steps[0]["rollout/sequences"] == 4
-    assert controller.state.position.next_sequence_id == 8
+    assert controller.parts.step_sampler.position().next_sequence_id == 8
     assert np.isfinite(steps[0]["actor/advantages/mean"])
 
 

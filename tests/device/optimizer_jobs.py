@@ -1,21 +1,14 @@
 """Jobs on Megatron's optimizers over gloo: a tiny linear model under its data-parallel wrapper."""
 
 import math
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import load, save
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class TwoMatrices(MegatronModule):
@@ -29,13 +22,6 @@ class TwoMatrices(MegatronModule):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs @ self.first.T @ self.second.T
-
-    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, ShardedTensor]:
-        replica = (0, 0, parallel_state.get_data_parallel_rank())
-        return {
-            name: ShardedTensor.from_rank_offsets(f"{prefix}{name}", parameter, replica_id=replica)
-            for name, parameter in self.named_parameters()
-        }
 
 
 def make(distributed: bool, bf16: bool) -> tuple[Any, Any]:
@@ -68,33 +54,6 @@ def train(*, distributed: bool, bf16: bool, steps: int) -> list[torch.Tensor]:
     model, optimizer = make(distributed, bf16)
     for seed in range(steps):
         step(model, optimizer, seed)
-    return weights(model)
-
-
-def checkpoint(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    state = model.module.sharded_state_dict()
-    metadata = METADATA | {"dp_cp_group": group}
-    return {"model": state, "optimizer": optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)}
-
-
-def resume(*, folder: str, unpatched: str | None) -> list[torch.Tensor] | str:
-    """Two steps, save, load into new objects (one function as Megatron has it), one more step."""
-    model, optimizer = make(distributed=True, bf16=False)
-    for seed in range(2):
-        step(model, optimizer, seed)
-    save(checkpoint(model, optimizer, is_loading=False), folder)
-    model, optimizer = make(distributed=True, bf16=False)
-    if unpatched is not None:
-        (inner,) = optimizer.chained_optimizers
-        setattr(inner, unpatched, MethodType(getattr(DistributedOptimizer, unpatched).megappo_original, inner))
-    try:
-        state: Any = load(checkpoint(model, optimizer, is_loading=True), folder)
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    except (AssertionError, KeyError) as error:
-        return type(error).__name__
-    step(model, optimizer, 2)
     return weights(model)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megappo.config.parallelism import ParallelismConfig
 from tests.device.expert_jobs import outcome_of_gathers, outcome_of_splits
-from tests.device.optimizer_jobs import adam_by_hand, resume, train
+from tests.device.optimizer_jobs import adam_by_hand, train
 from tests.dist_world import DistWorld
 
 ROOT = Path(__file__).parents[2]
@@ -103,29 +103,6 @@ def test_even_out_gathers_is_needed_and_does_its_work(world: DistWorld) -> None:
     )
     assert any("invalid tensor size" in outcome for outcome in before), before
     assert after == ["works", "works"]
-
-
-def run_resume(world: DistWorld, folder: Path, size: int, unpatched: str | None) -> list[list[torch.Tensor] | str]:
-    folder = folder / str(unpatched)
-    folder.mkdir()
-    return world.run(resume, world_size=size, parallelism=REPLICAS, folder=str(folder), unpatched=unpatched)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_distributed_optimizer_resumes_exactly(world: DistWorld, tmp_path: Path, size: int) -> None:
-    expected = world.run(train, world_size=size, parallelism=REPLICAS, distributed=True, bf16=False, steps=3)
-    for mine, theirs in zip(run_resume(world, tmp_path, size, None), expected, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))  # type: ignore[arg-type]
-
-
-def test_all_of_give_adam_its_own_steps_is_needed(world: DistWorld, tmp_path: Path) -> None:
-    # Megatron wants state before the first step, then a saved `step`.
-    assert run_resume(world, tmp_path, 1, "sharded_state_dict") == ["AssertionError"]
-    assert run_resume(world, tmp_path, 1, "_set_main_param_and_optimizer_states") == ["KeyError"]
-    # The step shared by the two matrices is advanced twice.
-    (expected,) = world.run(train, world_size=1, parallelism=REPLICAS, distributed=True, bf16=False, steps=3)
-    (shared,) = run_resume(world, tmp_path, 1, "load_state_dict")
-    assert not all(torch.equal(*pair) for pair in zip(shared, expected, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from megappo.data.tokenizer import load_tokenizer
+from tests.rewards.tiny_reward_model import make_random_reward_model
+
 START_TIMEOUT_S = 240
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -60,8 +64,10 @@ class Run:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def metrics(self) -> list[dict[str, Any]]:
+        """The lines of all steps; not that of the validation before them, step 0."""
         path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in lines if line["step"] > 0]
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.directory / "summary.json").read_text())
@@ -78,12 +84,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launch(workspace: Path) -> Launch:
-    """Start `megappo COMMAND experiment=... overrides...`; the run's name is `name`."""
+    """Start `megappo COMMAND experiment=... overrides...`; the run's name is `name`. `killed`: arguments of
+    tests/end_to_end/killed.py, by which one of its processes is killed."""
 
-    def start(command: str, name: str, *overrides: str) -> Run:
+    def start(command: str, name: str, *overrides: str, killed: Sequence[str] = ()) -> Run:
         output = workspace / f"{name}.out"
-        arguments = [sys.executable, "-m", "megappo", command, *overrides, f"run.name={name}"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        program = ["tests.end_to_end.killed", *killed] if killed else ["megappo"]
+        arguments = [sys.executable, "-m", *program, command, *overrides, f"run.name={name}"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
         with output.open("w") as file:
             process = subprocess.Popen(
                 arguments,
@@ -103,6 +111,36 @@ def launch(workspace: Path) -> Launch:
 def sft_run(launch: Launch) -> Run:
     """A finished supervised run of a few steps."""
     run = launch("sft", "x", "experiment=quickstart", "sft.max_steps=25")
+    assert run.wait(START_TIMEOUT_S) == 0, run.output
+    return run
+
+
+@pytest.fixture(scope="session")
+def ppo_overrides(sft_run: Run, workspace: Path) -> list[str]:
+    """A PPO run of three steps: a critic, adaptive KL in the reward, a sequence-classification model that scores."""
+    tokenizer = load_tokenizer(str(workspace / "runs/quickstart-sft/model"))
+    reward_model = make_random_reward_model(workspace / "reward-model", tokenizer)
+    return [
+        "experiment=quickstart_ppo",
+        "rollout=hf",
+        "reward.name=model",
+        f"reward.model_path={reward_model}",
+        "reward.params={}",
+        "algorithm.kl.in_reward.coef=0.05",
+        "trainer.critic_warmup=1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        "batching.prompts_per_step=8",
+        "data.validation.size=5510",
+        "trainer.total_steps=3",
+        "trainer.export_hf_freq=3",
+    ]
+
+
+@pytest.fixture(scope="session")
+def ppo_run(launch: Launch, ppo_overrides: list[str]) -> Run:
+    """That run, finished, with checkpoints, and a record of its last step."""
+    run = launch("train", "ppo", *ppo_overrides, "trainer.save_freq=2", "record.steps=[3]")
     assert run.wait(START_TIMEOUT_S) == 0, run.output
     return run
 

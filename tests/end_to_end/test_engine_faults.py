@@ -57,7 +57,7 @@ def check_steps(run: Run, *, restarts: int) -> None:
     """Every step trained on every sequence, and the restarts were counted."""
     lines = run.metrics()
     assert all(line["rollout/sequences"] == SEQUENCES for line in lines if "rollout/sequences" in line)
-    assert sum(line.get("rollout/engine_restarts", 0) for line in lines) == restarts
+    assert sum(line.get("perf/engine_restarts", 0) for line in lines) == restarts
     assert [line["weights/version"] for line in lines if "weights/version" in line] == sorted(
         line["step"] for line in lines if "weights/version" in line
     )

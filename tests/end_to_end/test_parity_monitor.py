@@ -39,14 +39,14 @@ def test_the_clean_step_is_silent_and_measured(wrong_run: Run) -> None:
     first = wrong_run.metrics()[0]
     assert 0 < first["actor/rollout_log_prob_diff/mean"] <= first["actor/rollout_log_prob_diff/max"] <= 1e-4
     assert first["actor/rollout_log_prob_diff/compared_ratio"] == 1
-    assert not (wrong_run.directory / "parity" / "step_000001.json").exists()
+    assert not (wrong_run.directory / "records" / "step_000001").exists()
     assert "step 1: log-probs" not in wrong_run.output
 
 
 def test_the_warning_is_one_line_and_the_dump_names_the_hot_groups(wrong_run: Run) -> None:
     (line,) = [line for line in wrong_run.output.splitlines() if "step 2: log-probs of engine and trainer" in line]
-    dump = json.loads((wrong_run.directory / "parity" / "step_000002.json").read_text())
-    assert f"max {dump['max']:.3g} > rollout.parity.warn.max=0.001" in line and "step_000002.json" in line
+    dump = json.loads((wrong_run.directory / "records" / "step_000002" / "parity.json").read_text())
+    assert f"max {dump['max']:.3g} > rollout.parity.warn.max=0.001" in line and "records/step_000002" in line
     assert wrong_run.metrics()[1]["actor/rollout_log_prob_diff/max"] == dump["max"]
     assert len(dump["sequences"]) == 3
     for sequence in dump["sequences"]:
@@ -61,7 +61,7 @@ def test_the_warning_is_one_line_and_the_dump_names_the_hot_groups(wrong_run: Ru
 def test_the_stop_ends_the_run_with_what_to_look_at(wrong_run: Run) -> None:
     assert [line["step"] for line in wrong_run.metrics()] == [1, 2]
     assert wrong_run.summary()["exit"] == "failed: ParityError"
-    dump = wrong_run.directory / "parity" / "step_000003.json"
+    dump = wrong_run.directory / "records" / "step_000003" / "parity.json"
     assert json.loads(dump.read_text())["mean"] > 0.1
-    for text in ("step 3: log-probs of engine and trainer are too far apart", "parity/step_000003.json", "temperature"):
+    for text in ("step 3: log-probs of engine and trainer are too far apart", "records/step_000003", "temperature"):
         assert text in wrong_run.output, text

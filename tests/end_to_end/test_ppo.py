@@ -1,39 +1,10 @@
 """PPO with a critic on real parts: actor PP 2, critic TP 2 with sequence parallelism, KL in reward, a reward model."""
 
-from pathlib import Path
-
 import pytest
 
-from megappo.data.tokenizer import load_tokenizer
+from megappo.cli.main import main
 from megappo.observability.metric_catalogue import undocumented
 from tests.end_to_end.conftest import START_TIMEOUT_S, Launch, Run
-from tests.rewards.tiny_reward_model import make_random_reward_model
-
-
-@pytest.fixture(scope="module")
-def ppo_run(launch: Launch, sft_run: Run, workspace: Path) -> Run:
-    """A finished PPO run of a few steps, scored by a sequence-classification model, with checkpoints."""
-    tokenizer = load_tokenizer(str(workspace / "runs/quickstart-sft/model"))
-    reward_model = make_random_reward_model(workspace / "reward-model", tokenizer)
-    run = launch("train", "ppo", *overrides(reward_model), "trainer.total_steps=3", "trainer.save_freq=2")
-    assert run.wait(START_TIMEOUT_S) == 0, run.output
-    return run
-
-
-def overrides(reward_model: Path) -> list[str]:
-    return [
-        "experiment=quickstart_ppo",
-        "rollout=hf",
-        "reward.name=model",
-        f"reward.model_path={reward_model}",
-        "reward.params={}",
-        "algorithm.kl.in_reward.coef=0.05",
-        "trainer.critic_warmup=1",
-        "trainer.test_freq=-1",
-        "trainer.val_before_train=false",
-        "batching.prompts_per_step=8",
-        "data.validation.size=5510",
-    ]
 
 
 def test_the_critic_learns_from_the_first_step_and_the_actor_after_the_warm_up(ppo_run: Run) -> None:
@@ -67,15 +38,22 @@ def test_every_metric_is_documented(ppo_run: Run) -> None:
     assert not undocumented(sorted(names))
 
 
-@pytest.mark.slow
-def test_a_run_resumes_from_its_checkpoint(ppo_run: Run, launch: Launch) -> None:
-    assert (ppo_run.directory / "checkpoints" / "latest").read_text() == "step_000003"
-    config = (ppo_run.directory / "config.yaml").read_text()
-    reward_model = next(line.split(": ")[1] for line in config.splitlines() if "model_path" in line)
-    run = launch("train", "ppo", *overrides(Path(reward_model)), "trainer.total_steps=4", "trainer.resume=auto")
-    assert run.wait(START_TIMEOUT_S) == 0, run.output
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
-    assert run.summary()["steps"] == 4
+@pytest.mark.parametrize(
+    ("phase", "layout"),
+    [
+        ("advantages", []),
+        pytest.param("log_probs", [], marks=pytest.mark.slow),
+        pytest.param("update", ["--layout", "tensor=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_recorded_step_is_replayed_elsewhere(
+    phase: str, layout: list[str], ppo_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = ppo_run.directory / "records" / "step_000003"
+    code = main(["replay", str(record), "--phase", phase, *layout])
+    printed = capsys.readouterr().out
+    assert code == 0 and "recorded  actor: pipeline 2, critic: tensor 2" in printed, printed
+    assert ("checkpoints/step_000002/critic" in printed) == (phase != "advantages")
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_two_engines_share_the_prompts_and_stop_early(launch: Launch, sft_run: R
     assert run.metrics()[0]["rollout/policy_lag/max"] == 0 and max(column(run, "rollout/policy_lag/max")) >= 1
     assert run.metrics()[0]["actor/rollout_log_prob_diff/max"] <= 1e-4
     for number in range(2):
-        assert all(line[f"rollout/idle_share/{number}"] < 1 for line in run.metrics()), "both engines sampled"
+        assert all(line[f"perf/engine_idle_share/{number}"] < 1 for line in run.metrics()), "both engines sampled"
 
 
 @pytest.mark.slow
@@ -75,3 +75,21 @@ def test_ctrl_c_ends_a_run_whose_engines_are_ahead(launch: Launch, sft_run: Run)
     assert run.wait(END_TIMEOUT_S) == 130, run.output
     assert run.summary()["exit"] == "interrupted"
     assert_all_gone(processes)
+
+
+@pytest.mark.slow
+def test_sglang_engines_on_a_pool_of_their_own_run_ahead_and_stop_early(launch: Launch, sft_run: Run) -> None:
+    overrides = [override for override in SHORT if override != "rollout=hf"]
+    overrides += ["controller=one_step_off", "rollout.num_engines=2", "rollout.partial.extra_prompts=8"]
+    run = launch("train", "sglang-ahead", *overrides, "trainer.total_steps=4", "trainer.test_freq=2")
+    assert run.wait(2 * START_TIMEOUT_S) == 0, run.output
+    assert column(run, "weights/version") == [1, 2, 3, 4]
+    assert column(run, "rollout/sequences") == [256] * 4
+    ids = [sample["sequence_id"] for sample in logged(run)]
+    assert len(ids) == len(set(ids)) == 4 * 8
+    under_way = [line["rollout/partial/unfinished"] + line["rollout/groups_carried"] for line in run.metrics()]
+    assert under_way == [8] * 4
+    lags = column(run, "rollout/policy_lag/max")
+    assert lags[0] == 0 and lags[1] == 1 and max(lags) >= 2, "what is unfinished is a step older than the others"
+    assert run.metrics()[0]["actor/rollout_log_prob_diff/max"] <= 1e-3
+    assert [line["step"] for line in run.metrics() if "val/reward/mean" in line] == [2, 4]

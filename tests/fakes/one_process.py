@@ -1,13 +1,16 @@
-"""FakeRollout, FakeReward, FakeActor, FakeCritic and FakeWeightSync: a bigram policy behind the ports of the loop.
+"""FakeReward, FakeActor, FakeCritic and FakeWeightSync: a bigram policy behind the ports of the loop.
 
 The policy is a table of logits [V, V] (next token given the last one); the critic a table of values [V]. Everything
 else is the product's own code: schedule, experience, losses. A Ref is the object itself. `data` > 1 runs the
 data-parallel ranks one after the other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
 from typing import Any, cast
 
 import numpy as np
@@ -24,146 +27,18 @@ from megappo.algo.selection import (
     select_tokens,
 )
 from megappo.balance.layout import RankLayout
-from megappo.batch.fields import concat, offsets_of, select
+from megappo.batch.fields import Packed, concat, select
 from megappo.batch.refs import Ref
 from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.checkpoint.manifest import FileRecord, record_files
 from megappo.config.algorithm import AlgorithmConfig
-from megappo.config.rollout import SamplingConfig
-from megappo.controller.ports import Draw, FinishedGroup, Plan, SequenceInfo, Shard
+from megappo.controller.ports import FinishedGroup, PendingSave, Plan, Shard
+from megappo.errors import DamagedCheckpointError
 from megappo.observability.metrics import Metrics, maximum, mean, merge
 from megappo.rewards.types import Reward, Sample
-
-EOS = 0
-
-
-def as_ref(value: Any) -> Any:
-    """In one process a Ref is the object itself."""
-    return value
-
-
-@dataclass
-class FakeAnswer:
-    """One response so far."""
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """Version that sampled each token."""
-    finish_reason: str | None = None
-
-    def advance(self, last: int, table: torch.Tensor, version: int, sampling: SamplingConfig, random: Any) -> None:
-        """Sample one more token; `last` is the one before it."""
-        row = torch.log_softmax(table[last] / (sampling.temperature or 1.0), dim=-1).double().numpy()
-        greedy = sampling.temperature == 0
-        token = int(row.argmax()) if greedy else int(random.choice(len(row), p=np.exp(row) / np.exp(row).sum()))
-        self.tokens.append(token)
-        self.log_probs.append(float(row[token]))
-        self.versions.append(version)
-        if token == EOS:
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= sampling.max_new_tokens:
-            self.finish_reason = "length"
-
-
-@dataclass
-class FakeRollout:
-    """Samples from its own copy of the table, all sequences one token at a time; the copy moves when weights are
-    pushed. What is aborted stays in `begun` and goes on from there."""
-
-    table: torch.Tensor
-    version: int = -1
-    calls: list[str] = field(default_factory=list)
-    stored: dict[int, tuple[Draw, FakeAnswer]] = field(default_factory=dict)
-    """Complete sequences, by id."""
-    begun: dict[int, FakeAnswer] = field(default_factory=dict)
-    """Sequences of aborted groups, by id."""
-    generating: bool = False
-
-    def generate(
-        self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int, wanted: int | None = None
-    ) -> Iterator[FinishedGroup]:
-        assert self.version >= 0, "generate before the first weight push"
-        assert not self.generating, "two calls of generate at a time"
-        assert wanted is None or wanted <= len(draws)
-        self.calls.append("generate")
-        self.generating = True
-        randoms = {draw.group_id: np.random.default_rng((seed, draw.group_id)) for draw in draws}
-        answers = {number: self.begun.pop(number, FakeAnswer()) for draw in draws for number in draw.sequence_ids}
-        under_way, complete = list(reversed(draws)), 0  # engines finish in any order
-        while under_way and (wanted is None or complete < wanted):
-            for draw in under_way:
-                self._advance(draw, answers, sampling, randoms[draw.group_id])
-            done = [draw for draw in under_way if all(answers[number].finish_reason for number in draw.sequence_ids)]
-            under_way = [draw for draw in under_way if draw not in done]
-            complete += len(done)
-            for draw in done:
-                yield self._finish(draw, answers)
-        self.begun |= {number: answers[number] for draw in under_way for number in draw.sequence_ids}
-        self.generating = False
-
-    def _advance(self, draw: Draw, answers: dict[int, FakeAnswer], sampling: SamplingConfig, random: Any) -> None:
-        sampling = replace(sampling, temperature=0.0) if draw.greedy else sampling
-        for answer in (answers[number] for number in draw.sequence_ids):
-            if answer.finish_reason is None:
-                last = [*draw.prompt.tokens, *answer.tokens][-1]
-                answer.advance(last, self.table, self.version, sampling, random)
-
-    def _finish(self, draw: Draw, answers: dict[int, FakeAnswer]) -> FinishedGroup:
-        infos, samples = [], []
-        for sequence_id in draw.sequence_ids:
-            answer = answers[sequence_id]
-            reason = answer.finish_reason
-            assert reason is not None
-            self.stored[sequence_id] = (draw, answer)
-            infos.append(
-                SequenceInfo(
-                    sequence_id=sequence_id,
-                    group_id=draw.group_id,
-                    prompt_tokens=len(draw.prompt.tokens),
-                    response_tokens=len(answer.tokens),
-                    finish_reason=reason,
-                    policy_version=min(answer.versions),
-                    row=draw.prompt.row,
-                )
-            )
-            text = " ".join(map(str, answer.tokens))
-            samples.append(Sample(prompt=draw.prompt.text, response=text, answer=None, finish_reason=reason))
-        return FinishedGroup(sequences=infos, samples=as_ref(samples))
-
-    def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
-        self.calls.append("pack")
-        packed = [
-            Shard(sequence_ids=list(ids), pieces=[as_ref(self._pack([sequence_id])) for sequence_id in reversed(ids)])
-            for ids in shards
-        ]
-        for sequence_id in (*forget, *(sequence_id for ids in shards for sequence_id in ids)):
-            del self.stored[sequence_id]
-        return packed
-
-    def _pack(self, sequence_ids: Sequence[int]) -> RolloutBatch:
-        draw, answer = self.stored[sequence_ids[0]]
-        prompt, response = draw.prompt.tokens, answer.tokens
-        return RolloutBatch(
-            offsets=offsets_of([len(prompt) + len(response)]),
-            tokens=np.array([*prompt, *response], dtype=np.int32),
-            response_mask=np.array([False] * len(prompt) + [True] * len(response)),
-            rollout_log_probs=np.array([0.0] * len(prompt) + answer.log_probs, dtype=np.float32),
-            sequence_ids=np.array(sequence_ids, dtype=np.int64),
-            group_ids=np.array([draw.group_id], dtype=np.int64),
-        )
-
-    def take_metrics(self) -> Metrics:
-        return {}
-
-    def sleep(self) -> None:
-        self.calls.append("sleep")
-
-    def wake_weights(self) -> None:
-        self.calls.append("wake_weights")
-
-    def wake_cache(self) -> None:
-        self.calls.append("wake_cache")
+from megappo.weights.checksums import checksum
+from tests.fakes.bigram_rollout import FakeRollout, as_ref
 
 
 @dataclass
@@ -221,6 +96,8 @@ class FakeTrainer:
         self.phases: list[str] = []
         """Passes, updates and offloads, in order."""
         self.saved: list[str] = []
+        self.gate = Event()
+        """Asynchronous saves are not done before it is open."""
 
     def mine(self, items: Sequence[Any], rank: int) -> list[Any]:
         share = len(items) // self.layout.data
@@ -261,13 +138,41 @@ class FakeTrainer:
     def offload(self, *, keep_params: bool = False) -> None:
         self.phases.append("offload all but weights" if keep_params else "offload")
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, *, asynchronous: bool = False) -> PendingSave:
         self.saved.append(folder)
-        torch.save(self.table.detach(), f"{folder}/table.pt")
+        return FakeSave(Path(folder), self.table.detach().clone(), self.gate if asynchronous else None)
+
+    def save_hf(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(self.table.detach(), f"{folder}/model.pt")
+
+    def weight_checksums(self) -> dict[str, str]:
+        return {"table": checksum(self.table)}
 
     def load(self, folder: str) -> None:
+        try:
+            table = torch.load(f"{folder}/table.pt")
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            raise DamagedCheckpointError(f"{folder}/table.pt: {error}") from error
         with torch.no_grad():
-            self.table.copy_(torch.load(f"{folder}/table.pt"))
+            self.table.copy_(table)
+
+
+@dataclass
+class FakeSave:
+    """A save under way: its file is written when somebody waits for it, or finds that the gate is open."""
+
+    folder: Path
+    table: torch.Tensor
+    gate: Event | None
+
+    def done(self) -> bool:
+        return self.gate is None or self.gate.is_set()
+
+    def wait(self) -> list[FileRecord]:
+        assert self.gate is None or self.gate.wait(60)
+        torch.save(self.table, self.folder / "table.pt")
+        return record_files(self.folder, [self.folder / "table.pt"])
 
 
 class FakeActor(FakeTrainer):
@@ -310,8 +215,9 @@ class FakeActor(FakeTrainer):
         ]
         return [as_ref(experience) for experience, _ in results], [totals for _, totals in results]
 
-    def read_sequences(self, experience: Sequence[Ref[Experience]], sequence_ids: Sequence[int]) -> Experience:
-        whole = concat(cast(list[Experience], experience))
+    def read_sequences(self, batches: Sequence[Ref[Packed]], sequence_ids: Sequence[int]) -> Packed:
+        self.phases.append("read sequences")
+        whole = concat(cast(list[Packed], batches))
         return select(whole, np.flatnonzero(np.isin(whole.sequence_ids, list(sequence_ids))))
 
     def selection_moments(self, experience: Sequence[Ref[Experience]]) -> list[SelectionMoments]:

@@ -2,8 +2,8 @@
 
 Version v of tensor i is full of the number 10 v + i. A file `fault-<engine>` in the engines' folder (see
 `tests.fakes.scripted_engine`) takes effect in the second bucket, for that process of the engine: `break-once` (one
-hand-over fails), `break` (every one does), `die` (the process is killed), `stuck` (it answers nothing any more),
-`lose` (the bucket is received and forgotten).
+hand-over fails), `break-later` (the one after the next does), `break` (every one does), `die` (the process is killed),
+`stop` (it is stopped), `stuck` (it answers nothing any more), `lose` (the bucket is received and forgotten).
 """
 
 import asyncio
@@ -51,6 +51,8 @@ class HoldingEngine(ScriptedEngine):
         self._held: dict[str, torch.Tensor] = {}
         self._buckets = 0
         self._broken_once = False
+        self._spared = 0
+        """Hand-overs that `break-later` has left alone."""
 
     async def join_weight_group(self, group: WeightGroup) -> None:
         await asyncio.to_thread(
@@ -84,6 +86,11 @@ class HoldingEngine(ScriptedEngine):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "stuck":
             await asyncio.sleep(3600)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "break-later":
+            self._spared += 1
+            fault = "break-once" if self._spared > 1 else ""
         if fault == "break" or (fault == "break-once" and not self._broken_once):
             self._broken_once = True
             raise EngineError(f"{self._name}: load weights: out of ink")

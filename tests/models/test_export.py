@@ -25,7 +25,7 @@ from megappo.device.process_group import init_model_parallel
 from megappo.errors import WorkerError
 from megappo.models.architecture import read_architecture
 from megappo.models.build import Head
-from megappo.models.export import iter_export_buckets, plan_export, weight_plan
+from megappo.models.export import WeightExport, iter_export_buckets, plan_export, weight_plan
 from megappo.models.families import FAMILIES
 from megappo.models.parameters import mapped_parameters
 from megappo.models.weight_shapes import weights_of
@@ -246,6 +246,36 @@ def fail_and_send_again(folder: str) -> list[str]:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in sender.sent.items())
         names += sender.sent
     return names
+
+
+def test_an_export_used_again_sends_the_weights_of_that_moment_through_the_same_memory(
+    world: DistWorld, make_model: MakeModel
+) -> None:
+    folder = str(make_model("qwen2"))
+    first, second = world.run(export_twice, parallelism=ParallelismConfig(tensor=2), folder=folder)
+    assert first == list(load_file(Path(folder) / "model.safetensors")) and second == []
+
+
+@torch.no_grad()
+def export_twice(folder: str) -> list[str]:
+    """Export, change all weights, export again. Returns the sorted names of what this rank sent."""
+    chunks = loaded_model(folder, Head.language_model, ParallelismConfig(tensor=2))
+    expected = load_file(Path(folder) / "model.safetensors")
+    export = WeightExport(chunks, BUCKET_BYTES, shared=True)
+    sent: list[str] = []
+    places: set[int] = set()
+    for factor in (1.0, 2.0):
+        for meta, flat in export.buckets():
+            places.add(flat.data_ptr())
+            for name, tensor in open_bucket(meta, flat).items():
+                assert torch.equal(tensor, factor * expected[name])
+                sent.append(name)
+        for parameter in chunks[0].parameters():
+            parameter *= 2.0
+    assert len(places) == (1 if sent else 0)
+    half = len(sent) // 2
+    assert sent[:half] == sent[half:]
+    return sorted(sent[:half])
 
 
 def shards_of_this_rank(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from megappo.observability.metric_catalogue import CATALOGUE, catalogue_markdown, undocumented
+from megappo.observability.metric_catalogue import CATALOGUE, MEASURED, catalogue_markdown, undocumented
 
 ROOT = Path(__file__).resolve().parents[2]
 METRIC = re.compile(r"(reward|rollout|actor|critic|kl|timing|perf|data|schedule|val|weights|correction)(/[a-z0-9_]+)+")
@@ -40,3 +40,9 @@ def test_every_metric_named_in_the_code_is_documented() -> None:
 def test_placeholders_stand_for_any_name() -> None:
     assert undocumented(["reward/format/mean", "reward/a/b/mean", "reward/mean"]) == []
     assert undocumented(["reward/format/median", "nowhere/x", "nowhere/x"]) == ["nowhere/x", "reward/format/median"]
+
+
+def test_what_is_measured_in_time_is_named_so() -> None:
+    docs = [doc for area in CATALOGUE.values() for doc in area]
+    timed = [doc.name for doc in docs if doc.unit == "s" or doc.unit.endswith("/s")]
+    assert timed and all(name.startswith(MEASURED) for name in timed)

@@ -87,3 +87,13 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(MegappoError, match="cannot be used"):
         open_run_directory(section(tmp_path))
+
+
+def test_a_run_that_resumes_drops_the_answers_of_later_steps(tmp_path: Path) -> None:
+    directory = open_run_directory(section(tmp_path))
+    for step in (1, 2, 3):
+        (directory.rollouts / f"step_{step:06d}.jsonl").write_text("{}\n")
+    directory.drop_steps_after(2)
+    assert sorted(path.name for path in directory.rollouts.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert directory.holds(directory.checkpoints / "step_000001")
+    assert not directory.holds(tmp_path / "runs" / "mine.1" / "checkpoints" / "step_000001")

@@ -2,13 +2,13 @@
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from megappo.observability.mlflow_tracker import MetricNames, MlflowTracker, open_command, store_uri
-from megappo.observability.tracker import BackgroundTracker, JsonlTracker
+from megappo.observability.tracker import BackgroundTracker, JsonlTracker, Line, keep_lines, last_line
 
 
 def test_jsonl_has_one_line_a_step_at_once(tmp_path: Path) -> None:
@@ -37,6 +37,33 @@ def test_jsonl_of_a_resumed_run_is_continued(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_run_that_resumes_keeps_the_lines_up_to_its_checkpoint_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert keep_lines(path, last_step=2) == [] and last_line(path) == -1
+    tracker = JsonlTracker(path)
+    tracker.log(0, {"val/reward/mean": 0.1})
+    tracker.log(1, {"a": 0.1 + 0.2, "b": float("-inf")})
+    tracker.log(2, {"a": 1e-300})
+    before = path.read_bytes()
+    tracker.log(3, {"a": 3.0})
+    with path.open("a") as file:
+        file.write('{"step": 4, "a": 4.')  # the process was killed
+    assert last_line(path) == 3
+    assert keep_lines(path, last_step=2) == [
+        (0, {"val/reward/mean": 0.1}),
+        (1, {"a": 0.1 + 0.2, "b": float("-inf")}),
+        (2, {"a": 1e-300}),
+    ]
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_line_in_the_middle_is_not_silently_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(ValueError):
+        keep_lines(path, last_step=2)
+
+
 def test_mlflow_holds_numbers_config_name_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -47,7 +74,9 @@ def test_mlflow_holds_numbers_config_name_and_status(tmp_path: Path, monkeypatch
     warnings: list[str] = []
     uri = store_uri(None, run / "mlflow.db")
     tracker = BackgroundTracker(
-        lambda: MlflowTracker(uri=uri, experiment="megappo", run_name="mine", artifacts=run / "mlflow"),
+        lambda: MlflowTracker(
+            uri=uri, experiment="megappo", run_name="mine", artifacts=run / "mlflow", id_file=run / "id"
+        ),
         name="MLflow",
         warn=warnings.append,
         close_timeout_s=120.0,
@@ -69,6 +98,18 @@ def test_mlflow_holds_numbers_config_name_and_status(tmp_path: Path, monkeypatch
     assert [artifact.path for artifact in client.list_artifacts(found.info.run_id)] == ["config.yaml"]
     # Nothing lands in the working directory.
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+    # The process was killed before it had sent the third step; another one goes on from the second checkpoint.
+    resumed = MlflowTracker(
+        uri=uri, experiment="megappo", run_name="mine", artifacts=run / "mlflow", id_file=run / "id"
+    )
+    assert client.get_run(found.info.run_id).info.status == "RUNNING"
+    resumed.continue_run([(1, {"reward/mean": 0.25}), (2, {"reward/mean": 0.5}), (3, {"reward/mean": 0.75})])
+    resumed.log(4, {"reward/mean": 1.0})
+    resumed.close("finished")
+    (same,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(same.info.run_id, "reward/mean")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
 
 
 def test_mlflow_metric_names_follow_the_rule_and_never_collide() -> None:
@@ -96,6 +137,8 @@ class Failing:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+
+    def continue_run(self, lines: Sequence[Line]) -> None: ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if step == 3:

@@ -19,6 +19,7 @@ from megappo.config.rollout import SamplingConfig
 from megappo.data.tokenizer import load_tokenizer
 from megappo.errors import EngineError, RequestError
 from megappo.rollout.engine import FinishReason, GenerateRequest, GroupOutput, SampledResponse, VersionSpan
+from megappo.rollout.hf_engine import HFEngine
 from megappo.rollout.sglang_engine import SGLangEngine
 from megappo.rollout.sglang_server import SGLangServer
 from tests.rollout.conftest import END_TOKENS, engine_spec
@@ -220,6 +221,53 @@ def test_a_continued_sample_keeps_the_log_probs_and_versions_of_what_was_begun(
             probabilities = distributions(models[1], request.prompt_tokens, response)[6:]
             expected = probabilities.gather(-1, torch.tensor(response.tokens[6:])[:, None])[:, 0].log()
             assert response.log_probs[6:] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def limit_calls(subject: Subject, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Set `rollout.request_timeout_s` of an engine that runs."""
+    engine = subject.engine
+    assert isinstance(engine, HFEngine | SGLangEngine)
+    config = engine._spec.config if isinstance(engine, HFEngine) else engine._config
+    monkeypatch.setattr(config, "request_timeout_s", seconds)
+
+
+def test_a_call_without_a_single_token_is_an_error_that_names_the_key(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seconds = subject.engine, 1e-6
+    if isinstance(engine, SGLangEngine):
+        seconds = 0.2
+        engine._generation.gate.close()  # as for a hand-over that does not end
+    limit_calls(subject, monkeypatch, seconds)
+    with pytest.raises(EngineError, match=rf"generate: not one token within rollout\.request_timeout_s={seconds:g} "):
+        subject.generate(ask(1), SamplingConfig(max_new_tokens=4))
+    if isinstance(engine, SGLangEngine):
+        engine._generation.gate.open()
+    limit_calls(subject, monkeypatch, 60.0)
+    assert len(subject.generate(ask(1), SamplingConfig(max_new_tokens=4))) == 4
+
+
+def test_what_takes_longer_than_a_call_may_take_keeps_its_tokens_and_goes_on_in_another(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, requests = SamplingConfig(max_new_tokens=110), ask(4, greedy=True)
+    whole = subject.generate(requests, sampling)
+    limit_s, calls, outputs = 0.02, 0, list[GroupOutput]()
+    while not outputs or any(response.finish_reason is FinishReason.abort for o in outputs for response in o.responses):
+        limit_calls(subject, monkeypatch, limit_s)
+        try:
+            outputs = subject.generate(requests, sampling)
+        except EngineError:  # not one token
+            limit_s *= 2
+            continue
+        calls += 1
+        requests = [
+            dataclasses.replace(request, begun=output.responses)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
+    assert calls > 1
+    found = [response.tokens for output in outputs for response in output.responses]
+    assert found == [response.tokens for output in whole for response in output.responses]
 
 
 def test_an_abort_of_nothing_does_nothing(subject: Subject) -> None:

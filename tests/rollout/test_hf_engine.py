@@ -58,16 +58,6 @@ def test_the_same_seed_gives_the_same_samples_in_another_engine(
     run(other.stop())
 
 
-def test_a_batch_past_its_deadline_is_an_error_and_gives_the_model_free(
-    engine: HFEngine, spec: EngineSpec, run: Run[Any]
-) -> None:
-    spec.config.request_timeout_s = 0.05
-    with pytest.raises(EngineError, match=r"engine hf 0: generate: not done within 0.05 s"):
-        run(generate(engine, 100_000))
-    spec.config.request_timeout_s = 60.0
-    assert len(run(generate(engine, 2))) == 8
-
-
 def test_stop_ends_a_batch_under_way(engine: HFEngine, run: Run[Any]) -> None:
     engine._end_tokens = []  # nothing ends a sample before its length
 

@@ -19,7 +19,7 @@ Folders = tuple[Path, Path]
 @pytest.mark.parametrize("pause", [PauseMode.retract, PauseMode.in_place])
 def test_a_way_to_pause_that_it_does_not_have_is_refused(folders: Folders, tmp_path: Path, pause: PauseMode) -> None:
     spec = engine_spec(folders[0], tmp_path / "unused.log", pause=pause)
-    with pytest.raises(CapabilityError, match=rf"weight_sync.pause={pause.value} needs .*pause=wait or abort"):
+    with pytest.raises(CapabilityError, match=rf"pause={pause.value} needs .*use wait or abort"):
         HFEngine(spec)
 
 

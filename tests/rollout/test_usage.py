@@ -15,11 +15,11 @@ def test_goodput_and_idle_shares_are_over_the_time_in_which_anything_is_generate
     meter.keep(300)
     meter.observe(14.0, generating=False, engines=[0], busy=[])
     metrics = values(meter.take(20.0))
-    assert metrics["rollout/goodput_tokens_per_s"] == pytest.approx(300 / 4)
-    assert metrics["rollout/idle_share/0"] == 0.0
-    assert metrics["rollout/idle_share/1"] == pytest.approx(1 / 3)  # idle 1 s of the 3 s that it was there
-    assert metrics["rollout/idle_share/mean"] == pytest.approx(1 / 7)
-    assert metrics["rollout/engines"] == 1
+    assert metrics["perf/goodput_tokens_per_s"] == pytest.approx(300 / 4)
+    assert metrics["perf/engine_idle_share/0"] == 0.0
+    assert metrics["perf/engine_idle_share/1"] == pytest.approx(1 / 3)  # idle 1 s of the 3 s that it was there
+    assert metrics["perf/engine_idle_share/mean"] == pytest.approx(1 / 7)
+    assert metrics["perf/engines"] == 1
 
 
 def test_faults_are_counted_once_and_a_reading_starts_anew() -> None:
@@ -31,7 +31,7 @@ def test_faults_are_counted_once_and_a_reading_starts_anew() -> None:
     meter.recovered(4.0)
     meter.recovered(2.5)
     first, second = values(meter.take(1.0)), values(meter.take(2.0))
-    names = ("rollout/retries", "rollout/groups_moved", "rollout/engine_restarts")
-    assert [first[name] for name in names] == [3, 2, 1] and first["rollout/recovery_s/max"] == 4.0
-    assert [second[name] for name in names] == [0, 0, 0] and "rollout/recovery_s/max" not in second
-    assert second["rollout/goodput_tokens_per_s"] == 0.0
+    names = ("perf/rollout_retries", "perf/groups_moved", "perf/engine_restarts")
+    assert [first[name] for name in names] == [3, 2, 1] and first["timing/engine_recovery_s/max"] == 4.0
+    assert [second[name] for name in names] == [0, 0, 0] and "timing/engine_recovery_s/max" not in second
+    assert second["perf/goodput_tokens_per_s"] == 0.0

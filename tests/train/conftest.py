@@ -16,9 +16,9 @@ from transformers import (
 from tests.train.batches import VOCAB
 
 
-def save_policy(folder: Path, *, tied: bool = False, layers: int = 4, seed: int = 0) -> Path:
+def save_policy(folder: Path, *, tied: bool = False, layers: int = 4, seed: int = 0, vocab: int = VOCAB) -> Path:
     """Write a policy."""
-    return _save(Qwen2ForCausalLM(_config(tied=tied, layers=layers)), folder, seed=seed)
+    return _save(Qwen2ForCausalLM(_config(tied=tied, layers=layers, vocab=vocab)), folder, seed=seed)
 
 
 def _save(model: PreTrainedModel, folder: Path, *, seed: int = 0) -> Path:
@@ -31,9 +31,9 @@ def _save(model: PreTrainedModel, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def _config(*, tied: bool = False, layers: int = 4) -> Qwen2Config:
+def _config(*, tied: bool = False, layers: int = 4, vocab: int = VOCAB) -> Qwen2Config:
     config = Qwen2Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=layers,

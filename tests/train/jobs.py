@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megappo.batch.fields import BatchError, select
 from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest
@@ -18,7 +17,7 @@ from megappo.config.optim import OptimConfig
 from megappo.config.parallelism import ParallelismConfig
 from megappo.config.run import RunConfig
 from megappo.device.backend import CPU
-from megappo.errors import CheckpointError, NonFiniteError
+from megappo.errors import NonFiniteError
 from megappo.models.export import export_hf_state
 from megappo.models.parameters import unwrap
 from megappo.observability.metrics import values
@@ -157,63 +156,13 @@ def spoil_steps(folder: str, layout: ParallelismConfig, optim: OptimConfig, dtyp
 
 def complete_state(trainer: ModelTrainer) -> list[torch.Tensor]:
     """Copies of all weights and all tensors of the optimizer on this rank."""
-    state = trainer.optimizer.state_dict()
     tensors = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
-    for part in state["parts"]:
-        tensors += part["main_weights"]
-        for entry in part["optimizer"]["state"].values():
-            tensors += [entry[name] for name in sorted(entry) if entry[name] is not None]
-    return [tensor.detach().clone() for tensor in tensors]
+    return [tensor.detach().clone() for tensor in [*tensors, *trainer.optimizer.state_tensors()]]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Bitwise equality."""
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
-
-
-def resume(folder: str, layout: ParallelismConfig, optim: OptimConfig, dtype: Dtype, checkpoint: str) -> dict[str, Any]:
-    """Train, save, go on; then load into a fresh trainer and go on in the same way."""
-    config = run_config(folder, layout, optim)
-    config.model.dtype = dtype
-    experience = make_experience()
-
-    def go_on(trainer: ActorTrainer) -> tuple[list[torch.Tensor], dict[str, float], torch.Tensor]:
-        metrics = trainer.update(experience, whole_request())
-        streams: Any = get_cuda_rng_tracker()  # Any: Megatron types it as possibly absent
-        with streams.fork():
-            drawn = torch.rand(3)
-        return complete_state(trainer), values(metrics), torch.cat([drawn, torch.rand(3)])
-
-    first = ActorTrainer(config, backend=CPU)
-    first.update(experience, whole_request())
-    first.save(checkpoint)
-    dist.barrier()
-    expected = go_on(first)
-    second = ActorTrainer(config, backend=CPU)
-    second.load(checkpoint)
-    found = go_on(second)
-    return {
-        "same state": same(expected[0], found[0]),
-        "same metrics": expected[1] == found[1],
-        "same random numbers": torch.equal(expected[2], found[2]),
-        "steps": second.optimizer.step_number,
-    }
-
-
-def load_error(folder: str, layout: ParallelismConfig, checkpoint: str) -> tuple[str, bool]:
-    """Message of the error when the checkpoint is loaded, and whether the trainer is as it was before."""
-    trainer = ActorTrainer(run_config(folder, layout, OptimConfig()), backend=CPU)
-    before = complete_state(trainer)
-    try:
-        trainer.load(checkpoint)
-    except CheckpointError as error:
-        return str(error), same(before, complete_state(trainer))
-    return "no error", False
-
-
-def save_new(folder: str, layout: ParallelismConfig, checkpoint: str) -> None:
-    """Save a trainer that has not trained."""
-    ActorTrainer(run_config(folder, layout, OptimConfig()), backend=CPU).save(checkpoint)
 
 
 def follow_reference(folder: str, layout: ParallelismConfig, optim: OptimConfig) -> dict[str, Any]:

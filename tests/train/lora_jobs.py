@@ -1,7 +1,6 @@
 """Jobs about adapters; each runs on every rank."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from megappo.train.actor import ActorTrainer
 from megappo.train.critic import CriticTrainer
 from megappo.train.trainer import ModelTrainer
 from tests.train.batches import MicroBatches, make_experience, request_of, rollouts_of
+from tests.train.checkpoint_jobs import load_whole, save_whole, stored_tensors
 from tests.train.jobs import RankResult, complete_state, run_config, same, weights_now
 from tests.train.training_jobs import emptied, own_part
 
@@ -174,14 +174,11 @@ def resume_adapters(
     request = request_of(experience, [experience.sequence_ids.tolist()])
     first = make_trainer("actor", config)
     first.update(experience, request)
-    first.save(checkpoint)
-    torch.distributed.barrier()
+    save_whole(first, checkpoint)
     first.update(experience, request)
     second = make_trainer("actor", config)
-    second.load(checkpoint)
+    load_whole(second, checkpoint)
     second.update(experience, request)
-    rank = torch.distributed.get_rank()
-    saved = torch.load(Path(checkpoint) / f"rank_{rank:05d}.pt", weights_only=True)["weights"]
     messages = []
     for changed in (
         lora_config(folder, layout, optim, replace(lora, rank=lora.rank + 1)),
@@ -191,14 +188,14 @@ def resume_adapters(
         trainer = make_trainer("actor", changed)
         before = complete_state(trainer)
         try:
-            trainer.load(checkpoint)
+            load_whole(trainer, checkpoint)
         except CheckpointError as error:
             assert same(before, complete_state(trainer))
             messages.append(str(error))
     return {
         "same state": same(complete_state(first), complete_state(second)),
-        "saved elements": sum(tensor.numel() for chunk in saved for tensor in chunk.values()),
-        "adapter elements": sum(item.numel() for item in trained_parameters(first).values()),
+        "saved": sorted(key for key in stored_tensors(checkpoint) if not key.startswith("optimizer.")),
+        "adapters": sorted(name for chunk in first.chunks for _, name in adapter_parameters(chunk)),
         "messages": messages,
     }
 

@@ -251,10 +251,10 @@ def test_a_checkpoint_holds_adapters_only_and_fits_no_other_model(
         layout=layout,
         optim=optim,
         lora=ALL,
-        checkpoint=str(tmp_path),
+        checkpoint=str(tmp_path / "checkpoint"),
     ):
         assert found["same state"]
-        assert found["saved elements"] == found["adapter elements"]
+        assert found["saved"] == found["adapters"] != []
         rank, none, base = found["messages"]
         assert "'rank': 3" in rank and "'rank': 4" in rank
         assert "{'lora': None}" in none

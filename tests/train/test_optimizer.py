@@ -16,7 +16,7 @@ from tests.dist_world import DistWorld, RankError
 from tests.train import plain
 from tests.train.batches import MicroBatches, make_experience
 from tests.train.jobs import train_once
-from tests.train.training_jobs import load_shared_step, resume_with, small_steps, train_steps, two_momentum_steps
+from tests.train.training_jobs import resume_with, small_steps, train_steps, two_momentum_steps
 
 ONE = ParallelismConfig()
 IDS = make_experience().sequence_ids.tolist()
@@ -137,13 +137,3 @@ def test_a_resumed_run_has_the_settings_it_was_given(world: DistWorld, policy_fo
         resume_with, parallelism=ONE, folder=str(policy_folder), saved=saved, resumed=resumed, checkpoint=str(tmp_path)
     )
     assert found == {"steps": 2, "decays": [0.0, 0.3], "betas": {(0.8, 0.9)}, "eps": {1e-3}}
-
-
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
-def test_a_loaded_step_tensor_is_shared_by_no_two_parameters(
-    world: DistWorld, policy_folder: Path, distributed: bool
-) -> None:
-    """Shared, it would advance once per parameter and spoil Adam's bias correction without a word."""
-    optim = OptimConfig(lr=1e-2, distributed=distributed)
-    ((expected, found),) = world.run(load_shared_step, parallelism=ONE, folder=str(policy_folder), optim=optim)
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))

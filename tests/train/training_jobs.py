@@ -19,6 +19,7 @@ from megappo.observability.metrics import values
 from megappo.train.actor import ActorTrainer
 from megappo.train.critic import CriticTrainer
 from tests.train.batches import MicroBatches, make_experience, request_of, rollouts_of
+from tests.train.checkpoint_jobs import load_whole, save_whole
 from tests.train.jobs import complete_state, gradients_now, run_config, weights_now, whole_request
 
 Weights = dict[str, torch.Tensor]
@@ -106,16 +107,17 @@ def small_steps(folder: str, optim: OptimConfig, epochs: int) -> dict[str, Any]:
 
 
 def master_weights(trainer: ActorTrainer) -> list[torch.Tensor]:
-    return [weight.clone() for part in trainer.optimizer.state_dict()["parts"] for weight in part["main_weights"]]
+    owned = [owned.tensors.get("fp32_param") for owned in trainer.optimizer.owned()]
+    return [weight.detach().clone() for weight in owned if weight is not None]
 
 
 def resume_with(folder: str, saved: OptimConfig, resumed: OptimConfig, checkpoint: str) -> dict[str, Any]:
     """Settings of the parameter groups after loading a checkpoint that was written with others."""
     first = make_trainer(folder, ParallelismConfig(), saved)
     first.update(make_experience(), whole_request())
-    first.save(checkpoint)
+    save_whole(first, checkpoint)
     second = make_trainer(folder, ParallelismConfig(), resumed)
-    second.load(checkpoint)
+    load_whole(second, checkpoint)
     groups = second.optimizer._megatron.param_groups
     return {
         "steps": second.optimizer.step_number,
@@ -123,23 +125,6 @@ def resume_with(folder: str, saved: OptimConfig, resumed: OptimConfig, checkpoin
         "betas": {group["betas"] for group in groups},
         "eps": {group["eps"] for group in groups},
     }
-
-
-def load_shared_step(folder: str, optim: OptimConfig) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The state after three steps: straight on, and with one `step` tensor shared by all parameters at the second."""
-    states = []
-    for shared in (False, True):
-        trainer = make_trainer(folder, ParallelismConfig(), optim)
-        trainer.update(make_experience(), whole_request())
-        state = trainer.optimizer.state_dict()
-        if shared:
-            entries = [entry for part in state["parts"] for entry in part["optimizer"]["state"].values()]
-            for entry in entries:
-                entry["step"] = entries[0]["step"]
-        trainer.optimizer.load_state_dict(state)
-        trainer.update(make_experience(), whole_request())
-        states.append(complete_state(trainer))
-    return states[0], states[1]
 
 
 def recomputed(

@@ -112,6 +112,13 @@ def test_a_late_engine_is_told_where_it_was_and_its_call_is_given_up() -> None:
     assert not slow.busy
 
 
+def test_all_buckets_together_have_one_deadline() -> None:
+    slow = RecordingEngine(lambda call: 0.3 if call.startswith("load") else 0.0)
+    with pytest.raises(EngineError, match=r"bucket 2 of 2 \(from b\): load: not done within 0.5 s of the begin"):
+        hand_over(slow, timeout_s=0.5)
+    assert slow.log == ["begin", "load weights-0 a"]
+
+
 @pytest.mark.parametrize(
     ("held", "problem"),
     [

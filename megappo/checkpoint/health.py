@@ -1,0 +1,190 @@
+"""Whether a checkpoint is whole, and which one to go on from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from megappo.checkpoint.disk import explained, files_below
+from megappo.checkpoint.manifest import MANIFEST, FileRecord, Manifest, file_digest, read_manifest
+from megappo.checkpoint.names import LATEST, REPLACED, checkpoints_in, step_of
+from megappo.config.checkpoint import OnDamaged
+from megappo.errors import CheckpointError, listed
+
+
+class Checksums(Enum):
+    """Which files are read to the last byte; the sizes of all are compared always."""
+
+    none = "none"
+    loop = "loop"
+    """All but those of the models, which may be terabytes: a rank compares those that it loads."""
+    full = "full"
+
+
+@dataclass(kw_only=True, slots=True)
+class Health:
+    """What was found out about the folder of a checkpoint."""
+
+    problems: list[str] = field(default_factory=list[str])
+    """Why it cannot be used; none: it is whole."""
+    notes: list[str] = field(default_factory=list[str])
+    """What is odd and does no harm."""
+    manifest: Manifest | None = None
+    """None: it is missing or cannot be read."""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problems
+
+
+def check(folder: Path, checksums: Checksums = Checksums.none) -> Health:
+    """Compare a checkpoint with its manifest. Nothing is raised: what cannot be read is a problem of the checkpoint."""
+    health = Health()
+    try:
+        health.manifest = manifest = read_manifest(folder)
+        found = {path.relative_to(folder).as_posix() for path in files_below(folder)} - {MANIFEST}
+    except CheckpointError as error:
+        health.problems.append(str(error))
+        return health
+    except OSError as error:
+        health.problems.append(f"{folder} cannot be read: {error}")
+        return health
+    for record in manifest.files:
+        role = record.path.partition("/")[0]
+        with_sum = checksums is Checksums.full or (checksums is Checksums.loop and role not in manifest.roles)
+        if (problem := file_problem(folder, record, with_checksum=with_sum)) is not None:
+            health.problems.append(problem)
+    if extra := sorted(found - {record.path for record in manifest.files}):
+        health.notes.append(f"not in {MANIFEST}: {listed(extra)}")
+    if (named := step_of(folder.name)) is not None and named != manifest.step:
+        health.notes.append(f"{folder.name} holds step {manifest.step}")
+    return health
+
+
+def file_problem(folder: Path, record: FileRecord, *, with_checksum: bool) -> str | None:
+    """Return what is wrong with one file of a checkpoint, or None."""
+    path = folder / record.path
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != record.num_bytes:
+            return f"{record.path} has {num_bytes} bytes, {record.num_bytes} were written"
+        if with_checksum and file_digest(path) != record.sha256:
+            return f"{record.path} has another checksum than when it was written"
+    except FileNotFoundError:
+        return f"{record.path} is missing"
+    except OSError as error:
+        return f"{record.path} cannot be read: {error}"
+    return None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Found:
+    """A checkpoint that a run goes on from."""
+
+    folder: Path
+    manifest: Manifest
+    notes: list[str]
+    """What people should know of how it was chosen, and of it."""
+
+
+def newest_whole(directory: Path, on_damaged: OnDamaged) -> Found | None:
+    """Return the newest whole checkpoint of a run; None: it made none.
+
+    A whole one that is newer than what `latest` names is taken: it got its name only when everything was on the disk,
+    and the run was killed before the pointer moved. Sizes of all files are compared, and the checksums of those that no
+    rank reads.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is whole, or with `refuse` the newest is not or the pointer to
+            it is damaged. A run never starts anew on its own beside checkpoints.
+    """
+    checkpoints = checkpoints_in(directory)
+    pointer = read_pointer(directory)
+    damage = _pointer_damage(directory, pointer, checkpoints)
+    if not checkpoints:
+        if pointer is None:
+            return None
+        raise CheckpointError(f"{damage[0]}, and there is no other checkpoint ({_WAYS_ON})")
+    for folder in reversed(checkpoints.values()):
+        health = check(folder, Checksums.loop)
+        if health.is_whole:
+            break
+        damage.append(f"checkpoint {folder} is damaged: {listed(health.problems)}")
+    else:
+        raise CheckpointError("\n".join([*damage, f"{directory} holds no whole checkpoint ({_WAYS_ON})"]))
+    if damage and on_damaged is OnDamaged.refuse:
+        remedy = f"checkpoint.on_damaged=previous goes on from {folder.name}, or give one as resume=PATH"
+        raise CheckpointError("\n".join([*damage, f"nothing was loaded ({remedy})"]))
+    assert health.manifest is not None
+    notes = [*damage, *_how_chosen(folder, pointer, damage), *health.notes]
+    return Found(folder=folder, manifest=health.manifest, notes=notes)
+
+
+def whole_before(folder: Path) -> Found | None:
+    """Return the newest whole checkpoint beside `folder` that is older than it; None: there is none."""
+    checkpoints = list(checkpoints_in(folder.parent).values())
+    for older in reversed(checkpoints[: checkpoints.index(folder)]):
+        health = check(older, Checksums.loop)
+        if health.is_whole:
+            assert health.manifest is not None
+            return Found(folder=older, manifest=health.manifest, notes=health.notes)
+    return None
+
+
+_WAYS_ON = "give a checkpoint as resume=PATH, or start anew with resume=never"
+
+
+def _how_chosen(folder: Path, pointer: str | None, damage: Sequence[str]) -> list[str]:
+    """Say which one is taken where that is not the one that the pointer names."""
+    if damage:
+        return [f"going on from {folder}"]
+    if pointer == folder.name.removesuffix(REPLACED):
+        return []
+    return [f"going on from {folder}, which is whole and newer than {pointer}: the run was killed before it moved on"]
+
+
+def read_pointer(directory: Path) -> str | None:
+    """Return what `latest` holds; None: there is no such file. Raises CheckpointError when it cannot be read."""
+    path = directory / LATEST
+    with explained(f"{path} cannot be read"):
+        return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
+
+
+def _pointer_damage(directory: Path, pointer: str | None, checkpoints: dict[int, Path]) -> list[str]:
+    path = directory / LATEST
+    if pointer is None:
+        return [f"{directory} holds checkpoints but no {LATEST!r}"] if checkpoints else []
+    step = step_of(pointer)
+    if step is None:
+        return [f"{path} is garbled: it holds {pointer[:40]!r}"]
+    return [] if step in checkpoints else [f"{path} names {pointer}, which is not there"]
+
+
+def checkpoint_at(path: Path) -> Found:
+    """Return the checkpoint in a given folder.
+
+    Raises:
+        CheckpointError: it is not whole; names what is wrong and the whole ones beside it.
+    """
+    health = check(path, Checksums.loop)
+    if health.is_whole:
+        assert health.manifest is not None
+        return Found(folder=path, manifest=health.manifest, notes=health.notes)
+    others = [other for other in checkpoints_in(path.parent).values() if other != path and check(other).is_whole]
+    remedy = f"whole ones beside it: {listed([other.name for other in others])}" if others else "give another folder"
+    raise CheckpointError(f"{path} cannot be resumed from: {listed(health.problems)} ({remedy})")
+
+
+def checkpoint_to_resume(resume: str, directory: Path, on_damaged: OnDamaged) -> Found | None:
+    """Return the checkpoint that `trainer.resume` asks for; None: start anew.
+
+    Args:
+        resume: `auto`, `never` or the path of a checkpoint, which is taken or refused whatever `on_damaged` says.
+        directory: of the run's own checkpoints.
+
+    Raises:
+        CheckpointError: as `newest_whole` and `checkpoint_at`.
+    """
+    if resume == "never":
+        return None
+    return newest_whole(directory, on_damaged) if resume == "auto" else checkpoint_at(Path(resume))

@@ -1,0 +1,96 @@
+"""Where a tool writes: a folder beside its place, which gets its name when it is whole."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo import __version__
+from megappo.errors import CheckpointError
+from megappo.weights.buckets import BucketMeta
+from megappo.weights.safetensors_io import finish_folder, name_folder, partial_folder, start_folder
+
+_MARK = "conversion.json"
+"""Says what made a folder and of what, and that it may be made again."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Output:
+    """A folder that a tool makes."""
+
+    path: Path
+    made_by: str
+    """The command."""
+    source: Path
+    """What it is made of."""
+    overwrite: bool = False
+    """Replace what an earlier conversion wrote there."""
+
+    @property
+    def aside(self) -> Path:
+        """Where it is written."""
+        return partial_folder(self.path)
+
+    def check(self, num_bytes: int) -> None:
+        """Refuse what cannot work before anything is written.
+
+        Raises:
+            CheckpointError: something is there that no conversion wrote, it is a part of the source, or the disk has
+                less than `num_bytes` left.
+        """
+        target, source = self.path.resolve(), self.source.resolve()
+        if target == source or source in target.parents or target in source.parents:
+            raise CheckpointError(f"--out {self.path} and {self.source} overlap (choose another folder)")
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if not (self.path / _MARK).is_file():
+                raise CheckpointError(
+                    f"--out {self.path} exists and was not written by a conversion (choose another folder)"
+                )
+            if not self.overwrite:
+                raise CheckpointError(f"--out {self.path} exists (give --overwrite to replace it, or another folder)")
+        existing = next(path for path in [target, *target.parents] if path.exists())
+        free = shutil.disk_usage(existing).free
+        if free < num_bytes:
+            raise CheckpointError(
+                f"--out {self.path} needs {num_bytes / 1e9:,.2f} GB, {existing} has {free / 1e9:,.2f} GB left"
+            )
+
+    def start(self) -> None:
+        """Make the empty folder beside its place; one process calls it. Raises CheckpointError."""
+        start_folder(self.path)
+
+    def finish(
+        self,
+        *,
+        side: Path | None,
+        config_changes: Mapping[str, object] | None = None,
+        buckets: Sequence[BucketMeta] = (),
+    ) -> None:
+        """Add the files of `side` that are no weights, and give the folder its name; one process calls it.
+
+        Args:
+            side: a Hugging Face folder of the same model; None: the folder has all of its files.
+            config_changes: keys of its config.json that become others.
+            buckets: what each weight file holds, where they are a Hugging Face model.
+
+        Raises:
+            CheckpointError: a file cannot be written. What had the name before is still there.
+        """
+        mark = {"made_by": self.made_by, "version": __version__, "source": str(self.source.resolve())}
+        self.write(_MARK, json.dumps(mark, indent=2) + "\n")
+        if side is None:
+            name_folder(self.path)
+        else:
+            finish_folder(self.path, source=side, buckets=buckets, config_changes=config_changes or {})
+
+    def write(self, name: str, text: str) -> None:
+        """Write one small file. Raises CheckpointError."""
+        try:
+            (self.aside / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be written: {error}") from error
+
+    def abandon(self) -> None:
+        """Remove what was written beside its place."""
+        shutil.rmtree(self.aside, ignore_errors=True)
