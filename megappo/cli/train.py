@@ -101,7 +101,7 @@ def train(config: RunConfig) -> int:
             exit_reason, code = _run(run, console, observer, signals)
         except KeyboardInterrupt as interrupt:
             exit_reason, code = "interrupted", ended_early(signals.asked_by_scheduler, observer)
-            console.note(f"interrupted{_because(interrupt)} after step {observer.last_step}; {observer.saved}")
+            console.note(f"interrupted after step {observer.last_step}{_because(interrupt)}; {observer.saved}")
         except MegappoError as error:
             exit_reason, code = f"failed: {type(error).__name__}", error.exit_code
             console.note(f"{error}\nended after step {observer.last_step}; {observer.saved}")

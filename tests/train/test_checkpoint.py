@@ -122,7 +122,7 @@ DAMAGE = {
     "a rank's file is missing": ("model/__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
     "the index": ("model/.metadata", _flip_a_bit, ".metadata has another checksum"),
     "the description": ("model/model.json", _cut_short, "model.json has 0 bytes"),
-    "the description is missing": ("model/model.json", Path.unlink, "model.json has 0 bytes"),
+    "the description is missing": ("model/model.json", Path.unlink, "model.json is missing"),
     "the manifest": ("manifest.json", Path.unlink, "holds no manifest.json"),
 }
 
