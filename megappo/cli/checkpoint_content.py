@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import yaml
@@ -103,10 +103,15 @@ def describe_checkpoint(folder: Path, *, full: bool) -> Facts:
     if manifest is None:
         return facts | {"step": None}
     sizes = {role: sum(record.num_bytes for record in manifest.files_of(role)) for role in manifest.roles}
+    roles = {role: describe_model(folder / role) | {"bytes": size} for role, size in sizes.items()}
+    # What its size does not tell, and its checksum is not compared without --full.
+    unread = [f"{role}: {model['problem']}" for role, model in roles.items() if "problem" in model]
     loop = _read_json(folder / "loop.json")
     return facts | {
+        "whole": health.is_whole and not unread,
+        "problems": [*health.problems, *unread],
         "weight_version": loop.get("weight_version"),
-        "roles": {role: describe_model(folder / role) | {"bytes": size} for role, size in sizes.items()},
+        "roles": roles,
         "data": loop.get("position", {}).get("sampler"),
         "rollouts": _describe_rollouts(folder / "rollouts", loop),
         "versions": _read_json(folder / "versions.json"),
@@ -165,9 +170,10 @@ def _describe_rollouts(folder: Path, loop: Facts) -> Facts:
 def _read_json(path: Path) -> Facts:
     """Return what a file of the loop holds; nothing where it cannot be read, which is among the problems."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content: object = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return cast(Facts, content) if isinstance(content, dict) else {}
 
 
 def describe_resume(folder: Path, config: RunConfig) -> Facts:

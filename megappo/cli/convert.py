@@ -25,6 +25,7 @@ from megappo.conversion.to_hugging_face import HuggingFacePlan, plan_to_hugging_
 from megappo.conversion.to_megatron import plan_to_megatron, write_megatron
 from megappo.conversion.verify import Comparison, compare
 from megappo.errors import CheckpointError, ConfigError, Violation
+from megappo.weights.buckets import torch_dtype
 
 _LISTED = 10
 
@@ -71,7 +72,8 @@ def _hf_to_megatron(parsed: argparse.Namespace) -> int:
         write_megatron(plan, output, report)
     if not plan.source.has_tokenizer:
         _say(f"note: {parsed.hf} has no tokenizer, so {parsed.out} has none")
-    _say(f"next: megappo convert verify --checkpoint {parsed.out} --hf {parsed.hf}")
+    rounding = "" if plan.source.dtypes == {torch_dtype(plan.dtype.value)} else " --tolerance 0.01  # another type"
+    _say(f"next: megappo convert verify --checkpoint {parsed.out} --hf {parsed.hf}{rounding}")
     return 0
 
 
@@ -130,6 +132,8 @@ def _reshard(parsed: argparse.Namespace) -> int:
 def _verify(parsed: argparse.Namespace) -> int:
     if parsed.hf is not None:
         return _verify_weights(parsed)
+    if not parsed.checkpoint.is_dir():
+        raise CheckpointError(f"{parsed.checkpoint} does not exist")
     folder = parsed.checkpoint if (parsed.checkpoint / MANIFEST).is_file() else parsed.checkpoint.resolve().parent
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
@@ -176,7 +180,10 @@ def _dtype(parsed: argparse.Namespace) -> Dtype | None:
 
 
 def _output(parsed: argparse.Namespace, form: str, *, source: Path) -> Output:
-    return Output(path=parsed.out, made_by=f"megappo convert {form}", source=source, overwrite=parsed.overwrite)
+    # Through a link, so that the folder is made on the disk that it points to, and the link stays one.
+    return Output(
+        path=parsed.out.resolve(), made_by=f"megappo convert {form}", source=source, overwrite=parsed.overwrite
+    )
 
 
 def _show(lines: Iterable[str]) -> int:

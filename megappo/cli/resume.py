@@ -44,6 +44,7 @@ def open_run(config: RunConfig, stored: str, note: Note) -> tuple[RunDirectory, 
         for difference in _refuse_misfits(found, stored):
             if difference.verdict is Verdict.allowed:
                 note(f"another configuration than the checkpoint's: {difference}")
+    directory.summary.unlink(missing_ok=True)  # of the part before; one that is refused keeps it
     return directory, found
 
 

@@ -143,6 +143,14 @@ def read_record(folder: Path) -> StepRecord:
         RecordError: no record, another format, or a file is missing or damaged; names it.
     """
     about = _read_about(folder)
+    try:
+        return _record_of(folder, about)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RecordError(f"{folder / _RECORD} is damaged: {reason} (copy the folder again)") from error
+
+
+def _record_of(folder: Path, about: dict[str, Any]) -> StepRecord:  # Any: JSON
     _check_files(folder, about["files"])
     with np.load(folder / _FIELDS, allow_pickle=False) as arrays:
         found = {name: cast(np.ndarray, arrays[name]) for name in arrays.files}
@@ -181,6 +189,8 @@ def _read_about(folder: Path) -> dict[str, Any]:  # Any: JSON
             "runs/NAME/records/step_000012; one that ends in .writing was never finished)"
         )
     about = cast(dict[str, Any], _load(path))
+    if not isinstance(about, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # what the file holds is not known
+        raise RecordError(f"{path} is damaged: it is no JSON object (copy the folder again)")
     if about.get("format") != FORMAT:
         raise RecordError(
             f"{path} has format {about.get('format')!r}, this megappo {__version__} reads format {FORMAT} "

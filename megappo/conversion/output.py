@@ -1,12 +1,18 @@
 """Where a tool writes: a folder beside its place, which gets its name when it is whole."""
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megappo import __version__
+from megappo.device.together import run_together
 from megappo.errors import CheckpointError
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.safetensors_io import finish_folder, name_folder, partial_folder, start_folder
@@ -56,9 +62,38 @@ class Output:
                 f"--out {self.path} needs {num_bytes / 1e9:,.2f} GB, {existing} has {free / 1e9:,.2f} GB left"
             )
 
-    def start(self) -> None:
-        """Make the empty folder beside its place; one process calls it. Raises CheckpointError."""
-        start_folder(self.path)
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Make the empty folder beside its place, and remove it at the end, if it has no name by then; all processes
+        enter. Raises CheckpointError, also where another process is writing the same folder."""
+        with ExitStack() as held:
+            run_together(lambda: self._start(held) if dist.get_rank() == 0 else None)
+            yield
+
+    def _start(self, held: ExitStack) -> None:
+        """Make the folder; leaving `held` removes it. A lock tells one being written from what a kill left."""
+        with ExitStack() as before:
+            try:
+                self.aside.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{self.aside} cannot be made: {error}") from error
+            self._lock(before)
+            start_folder(self.path)
+            self._lock(held)
+        held.callback(shutil.rmtree, self.aside, ignore_errors=True)
+
+    def _lock(self, held: ExitStack) -> None:
+        """Lock the folder until `held` is left; the system does so at the end of the process, too."""
+        try:
+            folder = os.open(self.aside, os.O_RDONLY)
+            held.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):
+            raise CheckpointError(
+                f"--out {self.path} is being written by another process (wait for it, or choose another folder)"
+            ) from None
+        except OSError:
+            return  # a file system without locks
 
     def finish(
         self,
@@ -90,7 +125,3 @@ class Output:
             (self.aside / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error}") from error
-
-    def abandon(self) -> None:
-        """Remove what was written beside its place."""
-        shutil.rmtree(self.aside, ignore_errors=True)

@@ -7,6 +7,7 @@ reason of the first (`megappo.device.together`).
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,11 +18,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from megappo.device.spawned import end_with_parent
 from megappo.errors import MegappoError
 
 _ADDRESS = "127.0.0.1"
 _TIMEOUT = timedelta(hours=12)
 """A process waits for the others at the end of a phase, which may be the writing of terabytes."""
+_INTERRUPTED_S = 5.0
+"""What processes have to end after Ctrl-C."""
+_INTERRUPTED = 130
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and its like, tell a process."""
 
@@ -68,10 +73,14 @@ def _run_in_world(job: Job) -> int:
 
 def _run_rank(rank: int, world_size: int, port: int, job: Job) -> None:
     """Be one of the processes that `run_job` started."""
+    end_with_parent()
     torch.set_num_threads(1)
     store = TCPStore(_ADDRESS, port, None, False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
-    sys.exit(_run_in_world(job))
+    try:
+        sys.exit(_run_in_world(job))
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)  # the one that started it says so
 
 
 @contextmanager
@@ -79,6 +88,12 @@ def _ended(processes: list[BaseProcess]) -> Iterator[None]:
     """Leave no process behind."""
     try:
         yield
+    except KeyboardInterrupt:
+        # Ctrl-C reaches them, too: the first of them removes what is written so far.
+        deadline = time.monotonic() + _INTERRUPTED_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        raise
     finally:
         for process in processes:
             process.terminate()

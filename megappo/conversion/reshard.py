@@ -22,7 +22,7 @@ from megappo.conversion.output import Output
 from megappo.conversion.to_megatron import PlannedItem, plan_items
 from megappo.conversion.torch_dist import StoredItem, finish_stored, write_stored
 from megappo.device.together import run_together
-from megappo.errors import CheckpointError
+from megappo.errors import CheckpointError, ConfigError, Violation
 from megappo.models.description import MODEL_FILE
 
 _OBJECTS_FILE = "__0_0.distcp"
@@ -68,7 +68,7 @@ def plan_reshard(
 
     Raises:
         CheckpointError: as `open_checkpoint`, or there is nothing to resume from in the folder.
-        ConfigError: the layout does not suit a model.
+        ConfigError: the layout does not suit a model, or one role is asked for where all are written.
     """
     manifest = read_manifest(path) if (path / MANIFEST).is_file() else None
     if weights_only or manifest is None:
@@ -80,6 +80,10 @@ def plan_reshard(
             )
         models = [_plan_model(checkpoint, layout, weights_only=True)]
         return ReshardPlan(source=path, layout=layout, models=models, manifest=None)
+    if role is not None:
+        rule = "is for --weights-only: a checkpoint to resume from has all its models"
+        remedy = "add --weights-only, or leave it out"
+        raise ConfigError([Violation(key="--role", value=role, rule=rule, remedy=remedy)])
     checkpoints = [open_checkpoint(path, role=name, hf=hf) for name in manifest.roles]
     models = [_plan_model(checkpoint, layout, weights_only=False) for checkpoint in checkpoints]
     return ReshardPlan(source=path, layout=layout, models=models, manifest=manifest)
@@ -115,8 +119,7 @@ def write_reshard(plan: ReshardPlan, output: Output, report: Callable[[int], Non
         CheckpointError: on every process; no folder appears.
     """
     is_first = dist.get_rank() == 0
-    run_together(lambda: output.start() if is_first else None)
-    try:
+    with output.written():
         if plan.manifest is None:
             (model,) = plan.models
             _write_model(model, output.aside, report)
@@ -127,9 +130,6 @@ def write_reshard(plan: ReshardPlan, output: Output, report: Callable[[int], Non
             records += _write_role(model, output.aside / model.checkpoint.description.role, report)
         manifest = plan.manifest
         run_together(lambda: records, then=lambda shares: _finish_all(plan, manifest, output, shares))
-    finally:
-        if is_first:
-            output.abandon()
 
 
 def _write_model(model: ModelPlan, folder: Path, report: Callable[[int], None]) -> list[str]:

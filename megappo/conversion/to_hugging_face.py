@@ -109,10 +109,8 @@ def write_hugging_face(plan: HuggingFacePlan, output: Output, report: Callable[[
     Raises:
         CheckpointError: on every process; no folder appears.
     """
-    rank, is_first = dist.get_rank(), dist.get_rank() == 0
-    run_together(lambda: output.start() if is_first else None)
     source = _Merged(plan) if plan.base is not None else _Plain(plan)
-    own = list(zip(plan.file_names, plan.files))[rank :: dist.get_world_size()]
+    own = list(zip(plan.file_names, plan.files))[dist.get_rank() :: dist.get_world_size()]
 
     def write() -> dict[str, int]:
         for name, file in own:
@@ -123,11 +121,8 @@ def write_hugging_face(plan: HuggingFacePlan, output: Output, report: Callable[[
         _check_base(plan, sums)
         _finish(plan, output)
 
-    try:
+    with output.written():
         run_together(write, then=finish)
-    finally:
-        if is_first:
-            output.abandon()
 
 
 class _Plain:

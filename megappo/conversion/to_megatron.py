@@ -103,7 +103,6 @@ def write_megatron(plan: MegatronPlan, output: Output, report: Callable[[int], N
         CheckpointError: on every process; no folder appears.
     """
     is_first = dist.get_rank() == 0
-    run_together(lambda: output.start() if is_first else None)
     own = {planned.item: planned.part for planned in plan.items if planned.process == dist.get_rank()}
 
     def read(item: StoredItem) -> torch.Tensor:
@@ -116,12 +115,9 @@ def write_megatron(plan: MegatronPlan, output: Output, report: Callable[[int], N
         merged = part.tensor.merge(tensors, plan.source.model, size=part.size)
         return merged.to(item.dtype)
 
-    try:
+    with output.written():
         write_stored(output.aside, list(own), read)
         run_together(lambda: _finish(plan, output) if is_first else None)
-    finally:
-        if is_first:
-            output.abandon()
 
 
 def _finish(plan: MegatronPlan, output: Output) -> None:

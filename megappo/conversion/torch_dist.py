@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -227,7 +227,10 @@ def write_stored(
         )
     except CheckpointException as error:
         rank, failure = min(error.failures.items())
-        reason = failure[0] if isinstance(failure[0], CheckpointError) else repr(failure[0])
+        cause = failure[0]
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from error
+        reason = cause if isinstance(cause, CheckpointError | OSError) else repr(cause)
         raise CheckpointError(f"{folder} cannot be written (process {rank}): {reason}") from error
 
 
@@ -306,7 +309,7 @@ class _StreamWriter(FileSystemWriter):
                     if isinstance(content, io.BytesIO):
                         file.write(content.getbuffer())
                     else:
-                        torch.save(_alone(content), file)
+                        _save_tensor(_alone(content), file)
                     length = file.tell() - start
                     place = _StorageInfo(name, start, length)
                     results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
@@ -315,6 +318,16 @@ class _StreamWriter(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+
+def _save_tensor(tensor: torch.Tensor, file: BinaryIO) -> None:
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        # torch's writer fails once more when it is closed, and that error would hide the first.
+        if isinstance(error.__context__, OSError | KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

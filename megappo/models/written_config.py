@@ -12,8 +12,10 @@ def config_changes(source: Mapping[str, Any], *, dtype: str, has_value_head: boo
         dtype: of the written weights, such as `bfloat16`.
     """
     # transformers 5 says dtype, transformers 4 torch_dtype.
-    changes: dict[str, object] = {"torch_dtype" if "torch_dtype" in source else "dtype": dtype}
+    keys = [key for key in ("dtype", "torch_dtype") if key in source] or ["dtype"]
+    changes: dict[str, object] = dict.fromkeys(keys, dtype)
     if has_value_head:
-        names = [str(name).replace("ForCausalLM", "ForSequenceClassification") for name in source["architectures"]]
-        changes |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+        changes |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        if known := source.get("architectures"):
+            changes["architectures"] = [str(name).replace("ForCausalLM", "ForSequenceClassification") for name in known]
     return changes

@@ -112,7 +112,6 @@ def _open(path: Path, resume: str) -> RunDirectory:
     directory = RunDirectory(path=path, moved_aside=moved)
     directory.logs.mkdir(parents=True, exist_ok=True)
     directory.rollouts.mkdir(exist_ok=True)
-    directory.summary.unlink(missing_ok=True)
     (path / _OWNER).write_text(str(os.getpid()))
     return directory
 

@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
+from megappo.device.spawned import end_with_parent
 from megappo.errors import MegappoError, WorkerError
 from megappo.observability.logging import redirect_process_output, tail
 from megappo.replay.jobs import RankJob, RankResult
@@ -76,6 +77,7 @@ def _collect(pipes: list[Pipe], logs: list[Path]) -> list[RankResult]:
 
 def _serve(job: RankJob, rank: int, port: int, pipe: Pipe, log: Path) -> None:
     """Run one rank and send what comes out of it."""
+    end_with_parent()
     redirect_process_output(log)
     try:
         answer: RankResult | MegappoError = _join_and_run(job, rank, port)

@@ -163,6 +163,24 @@ def test_a_damaged_one_is_code_1(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 1 and not facts["whole"]
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("actor/model.json", "?"), ("actor/.metadata", "?"), ("loop.json", "[]"), ("versions.json", "[]")],
+)
+def test_content_that_cannot_be_used_is_damage_whatever_its_size(
+    file: str, text: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "checkpoints" / "step_000006" / file
+    before = path.read_bytes()
+    try:
+        path.write_text(text.ljust(len(before)))
+        code, facts = _inspect(capsys, run / "checkpoints" / "step_000006")
+        assert code == 1 and not facts["whole"] and facts["problems"]
+        assert main(["inspect", "checkpoint", str(run / "checkpoints" / "step_000006")]) == 1
+    finally:
+        path.write_bytes(before)
+
+
 def test_a_run_that_would_go_on_is_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     same = [*RUN, f"model.path={run.parent}/model"]
     code, facts = _inspect(capsys, run, "--config", *same)

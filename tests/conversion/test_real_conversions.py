@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
@@ -104,6 +106,21 @@ def test_one_process_that_fails_ends_all_and_says_why(make_model: MakeModel, tmp
     done = subprocess.run([sys.executable, *map(str, command)], env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.count("--out /proc/no") == 1
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_the_one_that_started_them(
+    kind: signal.Signals, make_model: MakeModel, tmp_path: Path
+) -> None:
+    command = [TOOLS / "convert_hf_to_megatron.py", "--hf", make_model("llama"), "--out", tmp_path / "out"]
+    tool = psutil.Popen([sys.executable, *map(str, command), "--processes", "2"], env=ENVIRONMENT)
+    children: list[psutil.Process] = []
+    while tool.poll() is None and len(children) < 2:
+        children = [child for child in tool.children() if "spawn_main" in " ".join(child.cmdline())]
+    tool.send_signal(kind)
+    tool.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert len(children) == 2 and not alive
 
 
 def test_sglang_serves_a_converted_folder(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What cannot be converted is refused with the names of what is wrong, and nothing appears."""
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from megappo.cli.main import main
 from megappo.conversion.torch_dist import StoredItem, finish_stored, write_stored
 from megappo.models.description import MODEL_FILE
 from megappo.observability.run_directory import write_atomically
+from megappo.weights.safetensors_io import partial_folder
 from tests.conversion.conftest import MakeFolder, assert_same, change_tensors, tensors_of
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
@@ -270,6 +273,51 @@ def test_the_place_of_the_output_is_respected(
         assert convert("hf-to-megatron", "--hf", source, "--out", target, "--overwrite") == 1
         assert message in capsys.readouterr().err
     assert (mine / "thesis.tex").exists()
+
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    assert convert("hf-to-megatron", "--hf", source, "--out", link) == 0
+    assert link.is_symlink() and (tmp_path / "elsewhere" / MODEL_FILE).is_file()
+
+
+def test_two_conversions_into_one_folder_do_not_mix(
+    make_folder: MakeFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = make_folder("llama"), tmp_path / "out"
+    aside = partial_folder(out)
+    aside.mkdir()
+    (aside / "left").touch()
+    other = os.open(aside, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert convert("hf-to-megatron", "--hf", source, "--out", out) == 1
+        assert "is being written by another process" in capsys.readouterr().err
+        assert (aside / "left").exists()
+    finally:
+        os.close(other)
+    assert convert("hf-to-megatron", "--hf", source, "--out", out) == 0  # what a kill left is no obstacle
+    assert not aside.exists() and not (out / "left").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_what_stops_a_write_is_what_is_told(
+    error: BaseException,
+    make_folder: MakeFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(tensor: torch.Tensor, file: object) -> None:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")  # as torch's writer does when it is closed
+
+    monkeypatch.setattr("megappo.conversion.torch_dist.torch.save", fail)
+    code = convert("hf-to-megatron", "--hf", make_folder("llama"), "--out", tmp_path / "out")
+    assert code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert ("interrupted" if code == 130 else "No space left on device") in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not partial_folder(tmp_path / "out").exists()
 
 
 def test_a_write_that_fails_leaves_the_old_folder(

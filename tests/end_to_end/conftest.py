@@ -101,6 +101,8 @@ def launch(workspace: Path) -> Launch:
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
+                # A test program that runs in the background ignores Ctrl-C, and what it starts would, too.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
         return Run(process=process, output_path=output, directory=workspace / "runs" / name)
 
