@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 _LISTED = 8
 
+INTERRUPTED = 130
+"""Exit code of a command that was interrupted (128 + SIGINT, as shells have it)."""
+
 
 class MegappoError(Exception):
     """Base of all errors that megappo raises on purpose. The command line prints them without a traceback."""

@@ -89,6 +89,11 @@ def _declared_fields(batch: PackedBatch) -> list[tuple[Field[Any], np.ndarray]]:
     return present
 
 
+def arrays_of(batch: PackedBatch) -> dict[str, np.ndarray]:
+    """Return the arrays of a batch by field name, offsets included; optional fields that are absent are left out."""
+    return {"offsets": batch.offsets} | {declared.name: value for declared, value in _declared_fields(batch)}
+
+
 def token_index(offsets: np.ndarray, sequences: np.ndarray) -> np.ndarray:
     """Return the token positions of the given sequences, in that order, int64."""
     lengths = np.diff(offsets)[sequences]

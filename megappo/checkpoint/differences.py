@@ -93,7 +93,6 @@ _VERDICTS: dict[str, tuple[Verdict, str]] = {
             "trainer.resume",
             "trainer.save_freq",
             "trainer.export_hf_freq",
-            "trainer.export_hf_freq",
             "trainer.num_rollout_samples",
             "trainer.val_before_train",
             "cluster.address",

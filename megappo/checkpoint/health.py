@@ -105,30 +105,33 @@ def newest_whole(directory: Path, on_damaged: OnDamaged) -> Found | None:
         if pointer is None:
             return None
         raise CheckpointError(f"{damage[0]}, and there is no other checkpoint ({_WAYS_ON})")
-    for folder in reversed(checkpoints.values()):
-        health = check(folder, Checksums.loop)
-        if health.is_whole:
-            break
-        damage.append(f"checkpoint {folder} is damaged: {listed(health.problems)}")
-    else:
+    newest, damaged = _newest_of(list(checkpoints.values()))
+    damage += damaged
+    if newest is None:
         raise CheckpointError("\n".join([*damage, f"{directory} holds no whole checkpoint ({_WAYS_ON})"]))
     if damage and on_damaged is OnDamaged.refuse:
-        remedy = f"checkpoint.on_damaged=previous goes on from {folder.name}, or give one as resume=PATH"
+        remedy = f"checkpoint.on_damaged=previous goes on from {newest.folder.name}, or give one as resume=PATH"
         raise CheckpointError("\n".join([*damage, f"nothing was loaded ({remedy})"]))
-    assert health.manifest is not None
-    notes = [*damage, *_how_chosen(folder, pointer, damage), *health.notes]
-    return Found(folder=folder, manifest=health.manifest, notes=notes)
+    newest.notes[:0] = [*damage, *_how_chosen(newest.folder, pointer, damage)]
+    return newest
 
 
 def whole_before(folder: Path) -> Found | None:
     """Return the newest whole checkpoint beside `folder` that is older than it; None: there is none."""
     checkpoints = list(checkpoints_in(folder.parent).values())
-    for older in reversed(checkpoints[: checkpoints.index(folder)]):
-        health = check(older, Checksums.loop)
+    return _newest_of(checkpoints[: checkpoints.index(folder)])[0]
+
+
+def _newest_of(folders: Sequence[Path]) -> tuple[Found | None, list[str]]:
+    """Return the last of some checkpoints that is whole, and what is wrong with those behind it."""
+    damage: list[str] = []
+    for folder in reversed(folders):
+        health = check(folder, Checksums.loop)
         if health.is_whole:
             assert health.manifest is not None
-            return Found(folder=older, manifest=health.manifest, notes=health.notes)
-    return None
+            return Found(folder=folder, manifest=health.manifest, notes=health.notes), damage
+        damage.append(f"checkpoint {folder} is damaged: {listed(health.problems)}")
+    return None, damage
 
 
 _WAYS_ON = "give a checkpoint as resume=PATH, or start anew with resume=never"

@@ -12,9 +12,7 @@ from typing import Any
 
 from megappo import __version__
 from megappo.cli.convert_options import add_convert, add_export
-from megappo.errors import MegappoError
-
-INTERRUPTED = 130
+from megappo.errors import INTERRUPTED, MegappoError
 
 _OVERRIDES_HELP = "group=choice or key=value, for example experiment=quickstart trainer.total_steps=20 seed=1"
 _TRAIN_HELP = (

@@ -11,10 +11,7 @@ A signal before the first step, a second one, or one in a run that makes no chec
 import signal
 from types import FrameType
 
-from megappo.cli.main import INTERRUPTED
 from megappo.controller.stopping import StopRequest
-
-__all__ = ["GO_ON", "INTERRUPTED", "SIGTERM", "StopSignals"]
 
 GO_ON = 85
 """Exit code: ended before its last step because its time was up, and can go on (ERESTART of Linux)."""

@@ -14,7 +14,7 @@ from megappo.checkpoint.health import Found
 from megappo.cli.resume import earlier_checkpoint, is_finished, open_run
 from megappo.cli.run_data import RunData, make_data
 from megappo.cli.run_observer import RunObserver
-from megappo.cli.signals import GO_ON, INTERRUPTED, SIGTERM, StopSignals
+from megappo.cli.signals import GO_ON, SIGTERM, StopSignals
 from megappo.cluster.groups import ActorGroup, CriticGroup
 from megappo.cluster.session import Session
 from megappo.config.checkpoint_rules import makes_checkpoints
@@ -32,7 +32,7 @@ from megappo.controller.throughput import ModelThroughput, StepThroughput, make_
 from megappo.data.tokenizer import decode_response
 from megappo.data.types import Prompt
 from megappo.device.backend import Backend, resolve_backend
-from megappo.errors import ConfigError, MegappoError
+from megappo.errors import INTERRUPTED, ConfigError, MegappoError
 from megappo.models.architecture import read_config
 from megappo.observability.console import AnswerRow, RunConsole
 from megappo.observability.logging import log_to_file

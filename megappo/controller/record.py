@@ -251,9 +251,14 @@ def _left_alone(trace: StepTrace, role: str) -> bool:
     """Whether the weights of a role are as before the update: there was none, or all its steps were skipped."""
     if role not in trace.requests:
         return True
-    metrics = trace.metrics.get(role, {})
+    return _applied_share(trace.metrics.get(role, {}), role) == 0
+
+
+def _applied_share(metrics: Metrics, role: str) -> float | None:
+    """Return which part of the optimizer steps of an update were applied; None: no update, or one without steps."""
+    # Their denominators: all optimizer steps of the update, and those that were applied.
     rate, norm = metrics.get(f"{role}/lr"), metrics.get(f"{role}/grad_norm")
-    return rate is not None and norm is not None and norm.count == 0 < rate.count
+    return None if rate is None or norm is None or rate.count == 0 else norm.count / rate.count
 
 
 def non_finite(metrics: Metrics) -> list[str]:
@@ -264,8 +269,7 @@ def non_finite(metrics: Metrics) -> list[str]:
         if stat.value is not None and not math.isfinite(stat.value)
     ]
     for role in ("actor", "critic"):
-        rate, norm = metrics.get(f"{role}/lr"), metrics.get(f"{role}/grad_norm")
-        # Their denominators: all optimizer steps of the update, and those that were applied.
-        if rate is not None and norm is not None and norm.count < rate.count:
-            found.append(f"{role}: {1 - norm.count / rate.count:.0%} of the optimizer steps were skipped")
+        applied = _applied_share(metrics, role)
+        if applied is not None and applied < 1:
+            found.append(f"{role}: {1 - applied:.0%} of the optimizer steps were skipped")
     return found

@@ -24,13 +24,14 @@ import numpy as np
 
 from megappo import __version__
 from megappo.balance.layout import RankLayout
+from megappo.batch.fields import arrays_of
 from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest, Whitening
 from megappo.batch.stages import Experience, TokenField
 from megappo.checkpoint.health import file_problem
 from megappo.checkpoint.manifest import FileRecord, record_files
 from megappo.controller.ports import SequenceInfo
 from megappo.errors import RecordError
-from megappo.observability.metrics import Kind, Metrics, Stat
+from megappo.observability.metrics import Metrics, pack, unpack
 from megappo.observability.run_directory import write_atomically
 from megappo.observability.versions import package_versions
 from megappo.rewards.types import Reward
@@ -105,7 +106,7 @@ def write_record(aside: Path, final: Path, record: StepRecord, *, extra: Mapping
         OSError: the disk refuses.
     """
     written = [aside / name for name in (_FIELDS, _SEQUENCES, _REQUESTS, _CONFIG, _VERSIONS, *extra)]
-    arrays = {f"experience.{name}": value for name, value in _arrays_of(record.experience).items()}
+    arrays = {f"experience.{name}": value for name, value in arrays_of(record.experience).items()}
     arrays |= {"token_rewards": record.token_rewards.values, "current": record.current}
     np.savez(aside / _FIELDS, allow_pickle=False, **arrays)
     sequences = [asdict(info) | asdict(reward) for info, reward in zip(record.sequences, record.rewards, strict=True)]
@@ -126,7 +127,7 @@ def write_record(aside: Path, final: Path, record: StepRecord, *, extra: Mapping
         "greedy_scores": record.greedy_scores,
         "shards": record.shards,
         "kl_coef": record.kl_coef,
-        "metrics": {phase: _numbers_of(found) for phase, found in record.metrics.items()},
+        "metrics": {phase: pack(found) for phase, found in record.metrics.items()},
         "layouts": {role: asdict(layout) for role, layout in record.layouts.items()},
         "weights": {role: asdict(reference) for role, reference in record.weights.items()},
         "files": [asdict(file) for file in record_files(aside, written)],
@@ -174,7 +175,7 @@ def _record_of(folder: Path, about: dict[str, Any]) -> StepRecord:  # Any: JSON
         shards=about["shards"],
         kl_coef=float(about["kl_coef"]),
         requests={role: [_request(part) for part in parts] for role, parts in _load(folder / _REQUESTS).items()},
-        metrics={phase: _metrics(numbers) for phase, numbers in about["metrics"].items()},
+        metrics={phase: unpack(numbers) for phase, numbers in about["metrics"].items()},
         layouts={role: RankLayout(**layout) for role, layout in about["layouts"].items()},
         weights={role: WeightsReference(**reference) for role, reference in about["weights"].items()},
         config=(folder / _CONFIG).read_text(encoding="utf-8"),
@@ -213,19 +214,6 @@ def is_whole_record(folder: Path) -> bool:
         return bool(_read_about(folder)["is_whole"])
     except RecordError:
         return False
-
-
-def _arrays_of(experience: Experience) -> dict[str, np.ndarray]:
-    values = {declared.name: getattr(experience, declared.name) for declared in fields(experience)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _numbers_of(metrics: Metrics) -> dict[str, list[str | float]]:
-    return {name: [stat.kind.value, stat.total, stat.count] for name, stat in metrics.items()}
-
-
-def _metrics(numbers: Mapping[str, Any]) -> Metrics:  # Any: JSON
-    return {name: Stat(Kind(kind), float(total), float(count)) for name, (kind, total, count) in numbers.items()}
 
 
 def _request(part: Mapping[str, Any]) -> UpdateRequest:  # Any: JSON

@@ -12,19 +12,19 @@ Numbers come back bitwise: JSON holds floats as Python prints them, arrays keep 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from megappo.batch.fields import PackedBatch, concat, empty
+from megappo.batch.fields import PackedBatch, arrays_of, concat, empty
 from megappo.batch.stages import BegunBatch, RolloutBatch
 from megappo.controller.ports import HeldRollouts, SequenceInfo
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.sampling import StepRollouts
 from megappo.errors import CheckpointError
-from megappo.observability.metrics import Kind, Metrics, Stat
+from megappo.observability.metrics import Metrics, pack, unpack
 from megappo.observability.run_directory import write_atomically, write_file
 from megappo.rewards.types import Reward, Sample
 
@@ -82,7 +82,7 @@ def write_rollouts(
     about: Json = {"carried": _pack_scored(waiting.carried), "next_step": None if ahead is None else _pack_ahead(ahead)}
     write_atomically(folder / "waiting.json", json.dumps(about))
     if step is not None:
-        about = {"metrics": _pack_metrics(step.metrics), "trained": _pack_scored(step.trained)}
+        about = {"metrics": pack(step.metrics), "trained": _pack_scored(step.trained)}
         write_atomically(folder / "step.json", json.dumps(about))
     for number, start in enumerate(range(0, len(waiting.complete), _SEQUENCES_PER_FILE)):
         held = read(waiting.complete[start : start + _SEQUENCES_PER_FILE])
@@ -113,7 +113,7 @@ def read_step(folder: Path) -> FinishedStep | None:
     if not (folder / "step.json").exists():
         return None
     about = _read_json(folder / "step.json")
-    return FinishedStep(metrics=_open_metrics(about["metrics"]), trained=_open_scored(about["trained"]))
+    return FinishedStep(metrics=unpack(about["metrics"]), trained=_open_scored(about["trained"]))
 
 
 def _read_json(path: Path) -> Json:
@@ -124,8 +124,7 @@ def _read_json(path: Path) -> Json:
 
 
 def _write_batch(path: Path, batch: PackedBatch) -> None:
-    names = [declared.name for declared in fields(batch)]  # type: ignore[arg-type]  # subclasses are dataclasses
-    arrays: dict[str, np.ndarray] = {name: getattr(batch, name) for name in names}
+    arrays = arrays_of(batch)
     write_file(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
 
 
@@ -164,17 +163,9 @@ def _open_scored(packed: Json) -> ScoredRollouts:
 
 
 def _pack_ahead(rollouts: StepRollouts) -> Json:
-    return {"train": _pack_scored(rollouts.train), "metrics": _pack_metrics(rollouts.metrics)}
+    return {"train": _pack_scored(rollouts.train), "metrics": pack(rollouts.metrics)}
 
 
 def _open_ahead(packed: Json) -> StepRollouts:
     # The engines of a resumed run hold nothing that is to be forgotten.
-    return StepRollouts(train=_open_scored(packed["train"]), forget=[], metrics=_open_metrics(packed["metrics"]))
-
-
-def _pack_metrics(metrics: Metrics) -> Json:
-    return {name: [stat.kind.value, stat.total, stat.count] for name, stat in metrics.items()}
-
-
-def _open_metrics(packed: Json) -> Metrics:
-    return {name: Stat(Kind(kind), total, count) for name, (kind, total, count) in packed.items()}
+    return StepRollouts(train=_open_scored(packed["train"]), forget=[], metrics=unpack(packed["metrics"]))

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from megappo.device.spawned import end_with_parent
-from megappo.errors import MegappoError
+from megappo.errors import INTERRUPTED, MegappoError
 
 _ADDRESS = "127.0.0.1"
 _TIMEOUT = timedelta(hours=12)
 """A process waits for the others at the end of a phase, which may be the writing of terabytes."""
 _INTERRUPTED_S = 5.0
 """What processes have to end after Ctrl-C."""
-_INTERRUPTED = 130
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and its like, tell a process."""
 
@@ -80,7 +79,7 @@ def _run_rank(rank: int, world_size: int, port: int, job: Job) -> None:
     try:
         sys.exit(_run_in_world(job))
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)  # the one that started it says so
+        sys.exit(INTERRUPTED)  # the one that started it says so
 
 
 @contextmanager

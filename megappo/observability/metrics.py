@@ -5,9 +5,10 @@ batch was cut. A mean of nothing is absent, never 0 or NaN.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Kind(Enum):
@@ -86,3 +87,17 @@ def merge(parts: Iterable[Metrics]) -> Metrics:
 def values(metrics: Metrics) -> dict[str, float]:
     """Return the numbers; absent ones are left out."""
     return {name: stat.value for name, stat in metrics.items() if stat.value is not None}
+
+
+Packed = dict[str, list[str | float]]
+"""Metrics as JSON holds them: name -> kind, total, count."""
+
+
+def pack(metrics: Metrics) -> Packed:
+    """Return metrics for a JSON file; `unpack` returns them bitwise."""
+    return {name: [stat.kind.value, stat.total, stat.count] for name, stat in metrics.items()}
+
+
+def unpack(packed: Mapping[str, Sequence[Any]]) -> Metrics:  # Any: as in Packed; NaN and infinities may be their names
+    """Return what `pack` was given. Raises ValueError or TypeError when it is something else."""
+    return {name: Stat(Kind(kind), float(total), float(count)) for name, (kind, total, count) in packed.items()}

@@ -100,20 +100,8 @@ class ModelTrainer:
         self.optimizer = ModelOptimizer(optim, self.chunks, dtype=model.dtype)
         self.memory = TrainerMemory(training.offload, self.chunks, self.optimizer, backend=backend)
         self.device = next(self.chunks[0].parameters()).device
-        self.checkpoints = TrainerCheckpoints(
-            self.chunks,
-            self.optimizer,
-            ModelDescription.of(
-                role,
-                self.architecture,
-                dtype=model.dtype,
-                parallelism=parallelism,
-                world_size=dist.get_world_size(),
-                lora=training.lora,
-                optimizer=self.optimizer.kind,
-            ),
-            seed=seed,
-        )
+        description = self._describe(model, training)
+        self.checkpoints = TrainerCheckpoints(self.chunks, self.optimizer, description, seed=seed)
         interleaved = parallelism.virtual_pipeline is not None
         self._rules = PackingRules(
             multiple=(parallelism.tensor if parallelism.sequence else 1) * fp8_token_multiple(model.fp8),
@@ -123,6 +111,18 @@ class ModelTrainer:
         )
         # The interleaved schedule runs micro-batches in groups of the number of stages.
         self._micro_batch_multiple = parallelism.pipeline if interleaved else 1
+
+    def _describe(self, model: ModelConfig, training: ActorConfig | CriticConfig) -> ModelDescription:
+        """Return what a checkpoint of this trainer is of."""
+        return ModelDescription.of(
+            self.role,
+            self.architecture,
+            dtype=model.dtype,
+            parallelism=self.parallelism,
+            world_size=dist.get_world_size(),
+            lora=training.lora,
+            optimizer=self.optimizer.kind,
+        )
 
     @property
     def is_output_rank(self) -> bool:
