@@ -6,6 +6,7 @@ Oracle: plain transformers forward passes. Tolerance 1e-4 on log-probs: float32 
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -231,6 +232,13 @@ def limit_calls(subject: Subject, monkeypatch: pytest.MonkeyPatch, seconds: floa
     monkeypatch.setattr(config, "request_timeout_s", seconds)
 
 
+def work_until_a_call_is_late(engine: HFEngine) -> None:
+    """Occupy the engine's thread, so that no call has a token before its deadline."""
+    give_up = time.monotonic() + 30.0
+    while not any(call.late.is_set() for call in list(engine._calls)) and time.monotonic() < give_up:
+        time.sleep(0.001)
+
+
 def test_a_call_without_a_single_token_is_an_error_that_names_the_key(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +246,8 @@ def test_a_call_without_a_single_token_is_an_error_that_names_the_key(
     if isinstance(engine, SGLangEngine):
         seconds = 0.2
         engine._generation.gate.close()  # as for a hand-over that does not end
+    if isinstance(engine, HFEngine):
+        engine._thread.submit(work_until_a_call_is_late, engine)
     limit_calls(subject, monkeypatch, seconds)
     with pytest.raises(EngineError, match=rf"generate: not one token within rollout\.request_timeout_s={seconds:g} "):
         subject.generate(ask(1), SamplingConfig(max_new_tokens=4))
