@@ -21,6 +21,8 @@ setup(
     package_dir={"megappo.configs": "configs"},
     package_data={
         "megappo.configs": ["*.yaml", "*/*.yaml"],
+        # Scripts that the sandbox runs, no modules of ours.
+        "megappo.rewards.sandbox": ["inside/*.py"],
         # On the path of the SGLang server's process only, so no package of ours.
         "megappo.rollout.sglang_cpu": ["stand_ins/*.py", "stand_ins/sgl_kernel/*.py"],
     },
@@ -44,8 +46,10 @@ setup(
         "aiohttp>=3.10",
         "orjson>=3.10",
         "pyarrow>=15",
+        "fsspec>=2024.3",
         "matplotlib>=3.8",
         "numpy>=1.26",
+        "xxhash>=3.4",
         "numba>=0.61",
     ],
     extras_require={

@@ -49,11 +49,20 @@ class DataError(MegappoError):
 
 
 class CheckpointError(MegappoError):
-    """A checkpoint or model folder cannot be read or written."""
+    """A checkpoint or model folder cannot be used as it is asked for: it is missing, damaged, or does not fit."""
+
+    exit_code = 2
 
 
 class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint are missing, or not as they were written; nothing was loaded."""
+
+
+class StorageError(CheckpointError):
+    """A checkpoint or model folder cannot be read or written although nothing is wrong with what was asked for: the
+    disk refuses, or a process failed."""
+
+    exit_code = 1
 
 
 class CapabilityError(MegappoError):
@@ -73,6 +82,10 @@ class RequestError(EngineError):
 
 class WorkerError(MegappoError):
     """A training or reward worker failed or died; names the role, rank, node and its last log lines."""
+
+
+class RewardError(MegappoError):
+    """A reward raised, hung, or returned no finite number, and the run is not to go on without the score."""
 
 
 class NonFiniteError(MegappoError):

@@ -156,5 +156,6 @@ class KLCoefficient:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore `state_dict`."""
-        self.value = state["value"]
+        """Go on from `state_dict`; a fixed coefficient is what the configuration says now."""
+        if self._config.controller is KLController.adaptive:
+            self.value = state["value"]

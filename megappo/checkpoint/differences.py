@@ -1,6 +1,7 @@
 """What a changed configuration means for a run that goes on from a checkpoint.
 
-To add a key whose change must be refused, or is nobody's business: a line in `_VERDICTS`. Other keys may change.
+To add a key whose change must be refused, or is nobody's business: a line in `_VERDICTS`, or in `_SUPERVISED` for the
+section of a command of supervised training. Other keys may change.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import yaml
 
+from megappo.checkpoint.reading import readable
 from megappo.config.algorithm_declarations import ESTIMATOR_DECLARATIONS
 from megappo.config.run import RunConfig
 from megappo.errors import CheckpointError
@@ -54,7 +56,7 @@ _NEW_VALUE = "the run goes on with the new value"
 _ANY_LAYOUT = "checkpoints load under any layout; where that of a model changes, its ranks draw anew from the seed"
 _OTHER_ANSWERS = "other engines may sample other answers to the same prompts"
 _SAME_PROMPTS = "the prompts are compared when the run starts, and others are refused"
-_POSITION = "the position in the data is one in the order of the checkpoint's seed"
+_POSITION = "the position in the data is one in the order of the checkpoint's seed, or of its curriculum"
 _DTYPE = "weights and optimizer state are of another type"
 _OPTIMIZER = "the state is another optimizer's"
 _LORA = "the checkpoint holds other adapters, or none"
@@ -67,15 +69,23 @@ _VERDICTS: dict[str, tuple[Verdict, str]] = {
     "critic.lora": (Verdict.refused, _LORA),
     "actor.optim.name": (Verdict.refused, _OPTIMIZER),
     "critic.optim.name": (Verdict.refused, _OPTIMIZER),
+    "algorithm.kl.in_reward.coef": (
+        Verdict.allowed,
+        "a fixed coefficient has the new value; an adaptive one goes on from where it was",
+    ),
     "model.path": (
         Verdict.allowed,
         "the reference policy comes from there: it must hold the starting weights of the checkpoint's run",
     ),
     "critic.path": (Verdict.allowed, "the critic's weights are those of the checkpoint"),
+    "data.curriculum": (Verdict.refused, _POSITION),
     "data.train": (Verdict.allowed, _SAME_PROMPTS),
+    "data.train_sources": (Verdict.allowed, _SAME_PROMPTS),
+    "data.chat_template": (Verdict.allowed, _SAME_PROMPTS),
     "data.max_prompt_tokens": (Verdict.allowed, _SAME_PROMPTS),
     "actor.parallelism": (Verdict.allowed, _ANY_LAYOUT),
     "critic.parallelism": (Verdict.allowed, _ANY_LAYOUT),
+    "reward_model.parallelism": (Verdict.allowed, _ANY_LAYOUT),
     "cluster": (Verdict.allowed, _ANY_LAYOUT),
     "rollout.engine": (Verdict.allowed, _OTHER_ANSWERS),
     "rollout.num_engines": (Verdict.allowed, _OTHER_ANSWERS),
@@ -89,6 +99,7 @@ _VERDICTS: dict[str, tuple[Verdict, str]] = {
             "tracking",
             "record",
             "sft",
+            "rm",
             "checkpoint",
             "trainer.resume",
             "trainer.save_freq",
@@ -101,6 +112,9 @@ _VERDICTS: dict[str, tuple[Verdict, str]] = {
             "cluster.call_timeout_s",
             "cluster.object_store_bytes",
             "reward.workers",
+            "reward.concurrency",
+            "reward.timeout_s",
+            "reward.retries",
             "rollout.api_key_env",
             "rollout.start_timeout_s",
             "rollout.request_timeout_s",
@@ -112,18 +126,50 @@ _VERDICTS: dict[str, tuple[Verdict, str]] = {
     ),
 }
 
+_SAME_ROWS = "the rows are compared when the run starts, and others are refused"
+_BATCHES = "the position in the data is one in the batches of the checkpoint"
 
-def compare_configs(saved: Tree, wanted: Tree) -> list[Difference]:
+_SUPERVISED: dict[str, tuple[Verdict, str]] = {
+    "batch_size": (Verdict.refused, _BATCHES),
+    "batch_tokens": (Verdict.refused, _BATCHES),
+    "optim.name": (Verdict.refused, _OPTIMIZER),
+    "lora": (Verdict.refused, _LORA),
+    "max_tokens": (Verdict.allowed, _SAME_ROWS),
+    "over_long": (Verdict.allowed, _SAME_ROWS),
+    "train_on": (Verdict.allowed, _SAME_ROWS),
+    **dict.fromkeys(("output", "save_freq", "test_freq", "mlflow"), (Verdict.ignored, _NO_NUMBER)),
+}
+"""Keys of the section that a command of supervised training reads."""
+_ONLY_OF_PPO = (
+    "controller",
+    "algorithm",
+    "reward",
+    "rollout",
+    "weight_sync",
+    "trainer",
+    "critic",
+    "validation",
+    "actor.optim",
+    "batching.prompts_per_step",
+    "batching.samples_per_prompt",
+    "batching.ppo_epochs",
+    "batching.mini_batch_prompts",
+)
+
+
+def compare_configs(saved: Tree, wanted: Tree, *, section: str | None = None) -> list[Difference]:
     """Return every key whose value differs, in the order of the configuration.
 
     Args:
         saved: the configuration of the checkpoint (`read_config`).
         wanted: that of the run that is to go on from it, as resolved YAML.
+        section: of a command of supervised training, such as `sft`; None: `megappo train`.
     """
+    verdicts = _VERDICTS if section is None else _supervised_verdicts(section)
     had_critic, has_critic = _trains_critic(saved), _trains_critic(wanted)
     differences: list[Difference] = []
     for key, old, new in _changes(saved, wanted, _plain(RunConfig())):
-        verdict, reason = _verdict(key)
+        verdict, reason = _verdict(key, verdicts)
         if key.startswith("critic.") and False in (had_critic, has_critic):
             verdict, reason = Verdict.ignored, "no critic goes on"
         elif key == "algorithm.advantage.name" and (had_critic, has_critic) == (False, True):
@@ -139,20 +185,26 @@ def compare_configs(saved: Tree, wanted: Tree) -> list[Difference]:
 def read_config(folder: Path) -> dict[str, Any]:  # Any: as in Tree
     """Return the configuration that a checkpoint was made with. Raises CheckpointError when it cannot be read."""
     path = folder / CONFIG_FILE
-    try:
+    with readable(path):
         content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no configuration")
     return cast(dict[str, Any], content)
 
 
-def _verdict(key: str) -> tuple[Verdict, str]:
+def _supervised_verdicts(section: str) -> dict[str, tuple[Verdict, str]]:
+    """Return the verdicts of a command that reads this section."""
+    unread = dict.fromkeys(_ONLY_OF_PPO, (Verdict.ignored, _NO_NUMBER))
+    kept = {key: verdict for key, verdict in _VERDICTS.items() if key.partition(".")[0] not in unread}
+    read = {f"{section}.{key}": verdict for key, verdict in _SUPERVISED.items()}
+    return kept | unread | {section: (Verdict.allowed, _NEW_VALUE)} | read
+
+
+def _verdict(key: str, verdicts: Mapping[str, tuple[Verdict, str]]) -> tuple[Verdict, str]:
     """Return the entry of the key or of the innermost section that has one."""
     while key:
-        if key in _VERDICTS:
-            return _VERDICTS[key]
+        if key in verdicts:
+            return verdicts[key]
         key = key.rpartition(".")[0]
     return Verdict.allowed, _NEW_VALUE
 

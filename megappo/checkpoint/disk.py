@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megappo.errors import CheckpointError
+from megappo.errors import StorageError
 from megappo.observability.run_directory import write_atomically
 
 _REMEDIES = {
@@ -30,13 +30,13 @@ _FOLDERS_NEED_NO_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn what the operating system refuses into a CheckpointError that says what failed, why, and the remedy."""
+    """Turn what the operating system refuses into a StorageError that says what failed, why, and the remedy."""
     try:
         yield
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "look at the file system")
         where = f" ({error.filename})" if error.filename else ""
-        raise CheckpointError(f"{what}: {error.strerror or error}{where} ({remedy})") from error
+        raise StorageError(f"{what}: {error.strerror or error}{where} ({remedy})") from error
 
 
 def flush_file(path: Path) -> None:

@@ -16,9 +16,17 @@ class Checksums(Enum):
     """Which files are read to the last byte; the sizes of all are compared always."""
 
     none = "none"
-    loop = "loop"
-    """All but those of the models, which may be terabytes: a rank compares those that it loads."""
+    small = "small"
+    """All but the tensors of the models, which may be terabytes: a rank compares those that it loads."""
     full = "full"
+
+    def include(self, path: str) -> bool:
+        """Whether a file of a checkpoint is read."""
+        return self is Checksums.full or (self is Checksums.small and not path.endswith(_TENSORS))
+
+
+_TENSORS = ".distcp"
+"""Ends the names of files of tensors (Megatron's torch_dist)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,9 +58,7 @@ def check(folder: Path, checksums: Checksums = Checksums.none) -> Health:
         health.problems.append(f"{folder} cannot be read: {error}")
         return health
     for record in manifest.files:
-        role = record.path.partition("/")[0]
-        with_sum = checksums is Checksums.full or (checksums is Checksums.loop and role not in manifest.roles)
-        if (problem := file_problem(folder, record, with_checksum=with_sum)) is not None:
+        if (problem := file_problem(folder, record, with_checksum=checksums.include(record.path))) is not None:
             health.problems.append(problem)
     if extra := sorted(found - {record.path for record in manifest.files}):
         health.notes.append(f"not in {MANIFEST}: {listed(extra)}")
@@ -68,13 +74,38 @@ def file_problem(folder: Path, record: FileRecord, *, with_checksum: bool) -> st
         num_bytes = path.stat().st_size
         if num_bytes != record.num_bytes:
             return f"{record.path} has {num_bytes} bytes, {record.num_bytes} were written"
-        if with_checksum and file_digest(path) != record.sha256:
+        if with_checksum and file_digest(path) != record.xxh3_128:
             return f"{record.path} has another checksum than when it was written"
     except FileNotFoundError:
         return f"{record.path} is missing"
     except OSError as error:
         return f"{record.path} cannot be read: {error}"
     return None
+
+
+def model_problems(folder: Path, checksums: Checksums, *, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Compare the folder of one model (`step_000050/actor`) with the manifest beside it. Returns what is wrong.
+
+    Args:
+        share: (rank, processes): which files are compared, of those that the processes share.
+
+    Raises:
+        CheckpointError: there is no manifest that can be read.
+    """
+    rank, processes = share
+    records = read_manifest(folder.parent).files_of(folder.name)
+    if not records:
+        return [f"the {MANIFEST} beside it names no file of it"]
+    found = [
+        file_problem(folder, record, with_checksum=checksums.include(record.path))
+        for record in records[rank::processes]
+    ]
+    return [problem for problem in found if problem is not None]
+
+
+def is_in_checkpoint(folder: Path) -> bool:
+    """Whether the folder of a model is a part of a checkpoint, whose manifest knows its files."""
+    return (folder.parent / MANIFEST).exists()
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -91,8 +122,8 @@ def newest_whole(directory: Path, on_damaged: OnDamaged) -> Found | None:
     """Return the newest whole checkpoint of a run; None: it made none.
 
     A whole one that is newer than what `latest` names is taken: it got its name only when everything was on the disk,
-    and the run was killed before the pointer moved. Sizes of all files are compared, and the checksums of those that no
-    rank reads.
+    and the run was killed before the pointer moved. Sizes of all files are compared, and the checksums of all but
+    the tensors, which the ranks read.
 
     Raises:
         CheckpointError: there are checkpoints and none is whole, or with `refuse` the newest is not or the pointer to
@@ -126,7 +157,7 @@ def _newest_of(folders: Sequence[Path]) -> tuple[Found | None, list[str]]:
     """Return the last of some checkpoints that is whole, and what is wrong with those behind it."""
     damage: list[str] = []
     for folder in reversed(folders):
-        health = check(folder, Checksums.loop)
+        health = check(folder, Checksums.small)
         if health.is_whole:
             assert health.manifest is not None
             return Found(folder=folder, manifest=health.manifest, notes=health.notes), damage
@@ -169,13 +200,29 @@ def checkpoint_at(path: Path) -> Found:
     Raises:
         CheckpointError: it is not whole; names what is wrong and the whole ones beside it.
     """
-    health = check(path, Checksums.loop)
+    health = check(path, Checksums.small)
     if health.is_whole:
         assert health.manifest is not None
         return Found(folder=path, manifest=health.manifest, notes=health.notes)
+    if not health.manifest and (hint := _what_it_is(path)):
+        raise CheckpointError(f"{path} is no checkpoint to resume from: {hint}")
     others = [other for other in checkpoints_in(path.parent).values() if other != path and check(other).is_whole]
     remedy = f"whole ones beside it: {listed([other.name for other in others])}" if others else "give another folder"
     raise CheckpointError(f"{path} cannot be resumed from: {listed(health.problems)} ({remedy})")
+
+
+def _what_it_is(path: Path) -> str | None:
+    """Say what a folder is that people take for a checkpoint, and what to do with it."""
+    if (path / "config.json").is_file():
+        is_converted = next(path.glob(f"*{_TENSORS}"), None) is not None
+        way = "`megappo convert megatron-to-hf` makes of it what model.path takes" if is_converted else "model.path=DIR"
+        return f"it holds weights alone, and not where a run was (start a new run from them: {way})"
+    if is_in_checkpoint(path):
+        return f"it is one part of a checkpoint (give {path.parent})"
+    for directory in (path, path / "checkpoints"):
+        if found := checkpoints_in(directory):
+            return f"it holds checkpoints (give one, the newest is {found[max(found)]})"
+    return None
 
 
 def checkpoint_to_resume(resume: str, directory: Path, on_damaged: OnDamaged) -> Found | None:

@@ -31,7 +31,7 @@ from megappo.checkpoint.names import (
 from megappo.checkpoint.retention import best_step, steps_to_delete
 from megappo.checkpoint.scores import read_scores
 from megappo.config.checkpoint import CheckpointConfig
-from megappo.errors import CheckpointError, listed
+from megappo.errors import CheckpointError, StorageError, listed
 
 _INTACT = "older checkpoints are intact"
 
@@ -214,7 +214,7 @@ class CheckpointStore:
 
 
 def _record(writing: Path, step: int, records: Sequence[FileRecord], extra: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of what was written. Raises OSError, and CheckpointError where a file is not as recorded."""
+    """Return the manifest of what was written. Raises OSError, and StorageError where a file is not as recorded."""
     by_path = {record.path: record for record in records}
     unrecorded = [path for path in files_below(writing) if path.relative_to(writing).as_posix() not in by_path]
     by_path |= {record.path: record for record in record_files(writing, unrecorded)}
@@ -222,7 +222,7 @@ def _record(writing: Path, step: int, records: Sequence[FileRecord], extra: Mapp
         problem for record in by_path.values() if (problem := file_problem(writing, record, with_checksum=False))
     ]
     if problems:
-        raise CheckpointError(
+        raise StorageError(
             f"checkpoint {writing} was not written: {listed(problems)} (all ranks must write to one file system; "
             f"{_INTACT})"
         )

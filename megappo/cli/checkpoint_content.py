@@ -4,22 +4,32 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import yaml
 
 from megappo.checkpoint.differences import Difference, Verdict, compare_configs, read_config
-from megappo.checkpoint.health import Checksums, Health, check, newest_whole, read_pointer
+from megappo.checkpoint.health import (
+    Checksums,
+    Health,
+    check,
+    is_in_checkpoint,
+    model_problems,
+    newest_whole,
+    read_pointer,
+)
 from megappo.checkpoint.names import checkpoints_in, entries, step_of
+from megappo.checkpoint.reading import read_arrays, read_object
 from megappo.checkpoint.retention import best_step, reasons_to_keep
 from megappo.checkpoint.scores import read_scores
 from megappo.config.checkpoint import BestMode, CheckpointConfig, OnDamaged
+from megappo.config.lora import LoraConfig
 from megappo.config.run import RunConfig
 from megappo.config.store import resolved_yaml
-from megappo.errors import CheckpointError
+from megappo.errors import CheckpointError, listed
 from megappo.models.architecture import read_architecture
 from megappo.models.description import MODEL_FILE, read_description
+from megappo.observability.versions import VERSIONS_FILE
 
 Facts = dict[str, Any]  # Any: values of a JSON object
 
@@ -97,25 +107,39 @@ def _keep_of(config: Mapping[str, Any]) -> CheckpointConfig:  # Any: the values 
 
 def describe_checkpoint(folder: Path, *, full: bool) -> Facts:
     """Return what is in one checkpoint and whether it is whole. What cannot be read is a problem, or left out."""
-    health = check(folder, Checksums.full if full else Checksums.loop)
+    health = check(folder, Checksums.full if full else Checksums.small)
     manifest = health.manifest
     facts = {"kind": "checkpoint"} | _row(-1 if manifest is None else manifest.step, folder, health)
     if manifest is None:
         return facts | {"step": None}
     sizes = {role: sum(record.num_bytes for record in manifest.files_of(role)) for role in manifest.roles}
     roles = {role: describe_model(folder / role) | {"bytes": size} for role, size in sizes.items()}
-    # What its size does not tell, and its checksum is not compared without --full.
+    # A format that this version does not read.
     unread = [f"{role}: {model['problem']}" for role, model in roles.items() if "problem" in model]
-    loop = _read_json(folder / "loop.json")
+    facts |= {"whole": health.is_whole and not unread, "problems": [*health.problems, *unread], "roles": roles}
+    if not health.is_whole:
+        return facts | {"weight_version": None, "data": None, "rollouts": {}, "versions": {}}
+    loop = _read_if_there(folder / "loop.json")
     return facts | {
-        "whole": health.is_whole and not unread,
-        "problems": [*health.problems, *unread],
         "weight_version": loop.get("weight_version"),
-        "roles": roles,
         "data": loop.get("position", {}).get("sampler"),
         "rollouts": _describe_rollouts(folder / "rollouts", loop),
-        "versions": _read_json(folder / "versions.json"),
+        "versions": _read_if_there(folder / VERSIONS_FILE),
     }
+
+
+def describe_model_folder(folder: Path, *, full: bool) -> Facts:
+    """Return what is in the folder of one model, and what is wrong with it by the manifest beside it, where there is
+    one."""
+    facts = {"kind": "model", "folder": str(folder)}
+    if is_in_checkpoint(folder):
+        try:
+            problems = model_problems(folder, Checksums.full if full else Checksums.small)
+        except CheckpointError as error:
+            problems = [str(error)]
+        if problems:
+            return facts | {"problem": listed(problems)}
+    return facts | describe_model(folder)
 
 
 def describe_model(folder: Path) -> Facts:
@@ -127,7 +151,7 @@ def describe_model(folder: Path) -> Facts:
     facts: Facts = {
         "architecture": description.architecture,
         "dtype": description.dtype,
-        "lora": description.lora,
+        "lora": None if description.lora is None else asdict(LoraConfig(**description.lora)),
         "optimizer": description.optimizer,
         "ranks": description.world_size,
         "layout": {axis: size for axis, size in description.parallelism.items() if isinstance(size, int) and size > 1},
@@ -152,7 +176,7 @@ def describe_model(folder: Path) -> Facts:
 
 def _describe_rollouts(folder: Path, loop: Facts) -> Facts:
     """Return how much was sampled that no step has trained on."""
-    waiting = _read_json(folder / "waiting.json")
+    waiting = _read_if_there(folder / "waiting.json")
     following = waiting.get("next_step")
     facts: Facts = {
         "carried_sequences": len(waiting.get("carried", {}).get("sequences", [])),
@@ -162,18 +186,13 @@ def _describe_rollouts(folder: Path, loop: Facts) -> Facts:
     }
     begun = folder / "begun.npz"
     if begun.exists():
-        with np.load(begun, allow_pickle=False) as arrays:
-            facts["unfinished_sequences"] = len(arrays["sequence_ids"])
+        facts["unfinished_sequences"] = len(read_arrays(begun)["sequence_ids"])
     return facts
 
 
-def _read_json(path: Path) -> Facts:
-    """Return what a file of the loop holds; nothing where it cannot be read, which is among the problems."""
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return cast(Facts, content) if isinstance(content, dict) else {}
+def _read_if_there(path: Path) -> Facts:
+    """Return what a file of the loop holds, which is as it was written; nothing where this kind of run has none."""
+    return read_object(path) if path.exists() else {}
 
 
 def describe_resume(folder: Path, config: RunConfig) -> Facts:

@@ -1,6 +1,7 @@
 """`megappo convert`: each form is planned and checked, shown (`--dry-run`) or written, and the next step printed."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from megappo.conversion.reshard import plan_reshard, write_reshard
 from megappo.conversion.to_hugging_face import HuggingFacePlan, plan_to_hugging_face, write_hugging_face
 from megappo.conversion.to_megatron import plan_to_megatron, write_megatron
 from megappo.conversion.verify import Comparison, compare
+from megappo.device.together import run_together
 from megappo.errors import CheckpointError, ConfigError, Violation
 from megappo.weights.buckets import torch_dtype
 
@@ -55,18 +57,20 @@ def run_form(job: Callable[[argparse.Namespace], int], parsed: argparse.Namespac
     # What is to be called is in the arguments, too, and needs no way into other processes.
     options = argparse.Namespace(**{name: value for name, value in vars(parsed).items() if name != "command"})
     if parsed.processes < 1:
-        remedy = "use 1 or more"
-        violation = Violation(key="--processes", value=parsed.processes, rule="must be at least 1", remedy=remedy)
-        raise ConfigError([violation])
+        raise ConfigError([_violation("--processes", parsed.processes, "must be at least 1", "use 1 or more")])
     return run_job(partial(job, options), num_processes=parsed.processes)
 
 
+def _violation(option: str, value: object, rule: str, remedy: str) -> Violation:
+    return Violation(key=option, value=value, rule=rule, remedy=remedy)
+
+
 def _hf_to_megatron(parsed: argparse.Namespace) -> int:
-    plan = plan_to_megatron(parsed.hf, _layout(parsed), dtype=_dtype(parsed))
+    plan = run_together(lambda: plan_to_megatron(parsed.hf, _layout(parsed), dtype=_dtype(parsed)))
     if parsed.dry_run:
         return _show(megatron_table(plan))
     output = _output(parsed, "hf-to-megatron", source=parsed.hf)
-    output.check(plan.num_bytes)
+    run_together(lambda: output.check(plan.num_bytes))
     own = sum(planned.item.num_bytes for planned in plan.items if planned.process == dist.get_rank())
     with _timed(output, plan.num_bytes), _progress(f"{parsed.hf} -> {parsed.out}", own) as report:
         write_megatron(plan, output, report)
@@ -79,18 +83,20 @@ def _hf_to_megatron(parsed: argparse.Namespace) -> int:
 
 def write_checkpoint_as_hf(parsed: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face folder, in the world of this process; return the exit code."""
-    plan = plan_to_hugging_face(
-        parsed.checkpoint,
-        role=parsed.role,
-        hf=parsed.hf,
-        dtype=_dtype(parsed),
-        max_file_bytes=parsed.max_shard_size,
-        adapters_only=parsed.adapters_only,
+    plan = run_together(
+        lambda: plan_to_hugging_face(
+            parsed.checkpoint,
+            role=parsed.role,
+            hf=parsed.hf,
+            dtype=_dtype(parsed),
+            max_file_bytes=parsed.max_shard_size,
+            adapters_only=parsed.adapters_only,
+        )
     )
     if parsed.dry_run:
         return _show(hugging_face_table(plan))
     output = _output(parsed, "megatron-to-hf", source=parsed.checkpoint)
-    output.check(plan.num_bytes)
+    run_together(lambda: output.check(plan.num_bytes))
     own = sum(file.num_bytes for file in plan.files[dist.get_rank() :: dist.get_world_size()])
     with _timed(output, plan.num_bytes), _progress(f"{parsed.checkpoint} -> {parsed.out}", own) as report:
         write_hugging_face(plan, output, report)
@@ -112,12 +118,15 @@ def _notes_on_hf(plan: HuggingFacePlan, out: Path) -> Iterator[str]:
 
 
 def _reshard(parsed: argparse.Namespace) -> int:
-    layout = _layout(parsed)
-    plan = plan_reshard(parsed.checkpoint, layout, weights_only=parsed.weights_only, role=parsed.role, hf=parsed.hf)
+    plan = run_together(
+        lambda: plan_reshard(
+            parsed.checkpoint, _layout(parsed), weights_only=parsed.weights_only, role=parsed.role, hf=parsed.hf
+        )
+    )
     if parsed.dry_run:
         return _show(reshard_table(plan))
     output = _output(parsed, "reshard", source=parsed.checkpoint)
-    output.check(plan.num_bytes)
+    run_together(lambda: output.check(plan.num_bytes))
     planned = [planned for model in plan.models for planned in model.items]
     own = sum(planned.item.num_bytes for planned in planned if planned.process == dist.get_rank())
     with _timed(output, plan.num_bytes), _progress(f"{parsed.checkpoint} -> {parsed.out}", own) as report:
@@ -130,6 +139,13 @@ def _reshard(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
+    if parsed.tolerance is not None:
+        if parsed.hf is None:
+            remedy = "add --hf DIR, or leave it out"
+            raise ConfigError([_violation("--tolerance", parsed.tolerance, "is for a comparison of weights", remedy)])
+        if not 0 <= parsed.tolerance < math.inf:
+            rule = "must be a number from 0 on"
+            raise ConfigError([_violation("--tolerance", parsed.tolerance, rule, "use for example 0.01")])
     if parsed.hf is not None:
         return _verify_weights(parsed)
     if not parsed.checkpoint.is_dir():

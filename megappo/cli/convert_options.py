@@ -102,7 +102,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def _add_role(parser: argparse.ArgumentParser) -> None:
     text = "which model of the checkpoint (default: actor)"
-    parser.add_argument("--role", choices=("actor", "critic"), help=text)
+    parser.add_argument("--role", choices=("actor", "critic", "reward_model"), help=text)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

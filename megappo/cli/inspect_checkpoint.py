@@ -7,13 +7,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megappo.checkpoint.health import is_in_checkpoint
 from megappo.checkpoint.manifest import MANIFEST
 from megappo.checkpoint.names import LATEST, checkpoints_in, step_of
 from megappo.cli.checkpoint_content import (
     Facts,
     describe_checkpoint,
     describe_directory,
-    describe_model,
+    describe_model_folder,
     describe_resume,
 )
 from megappo.config.store import load_run_config
@@ -44,7 +45,7 @@ def inspect_checkpoint(path: Path, *, full: bool, as_json: bool, overrides: Sequ
     config = None if overrides is None else load_run_config(overrides)
     facts = _describe(path, full=full)
     chosen = facts["folder"] if facts["kind"] == "checkpoint" else facts.get("resume_auto", {}).get("folder")
-    if config is not None and chosen is not None and (Path(chosen) / MANIFEST).exists():
+    if config is not None and chosen is not None and facts.get("whole", True):
         facts["resume"] = describe_resume(Path(chosen), config) | {"folder": chosen}
     if as_json:
         print(json.dumps(facts, indent=1))
@@ -58,8 +59,8 @@ def inspect_checkpoint(path: Path, *, full: bool, as_json: bool, overrides: Sequ
 def _describe(path: Path, *, full: bool) -> Facts:
     if (path / MANIFEST).exists() or (step_of(path.name) is not None and path.is_dir()):
         return describe_checkpoint(path, full=full)
-    if (path / MODEL_FILE).exists():
-        return {"kind": "model", "folder": str(path)} | describe_model(path)
+    if (path / MODEL_FILE).exists() or (is_in_checkpoint(path) and path.is_dir()):
+        return describe_model_folder(path, full=full)
     for directory in (path, path / _CHECKPOINTS):
         if checkpoints_in(directory) or (directory / LATEST).exists():
             return describe_directory(directory, full=full)

@@ -50,11 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
     for name, function, text, overrides in (
         ("train", _train, "train with PPO/GRPO", _TRAIN_HELP),
         ("sft", _sft, "make a starting model by supervised training on prompt/answer pairs", _OVERRIDES_HELP),
+        ("rm", _rm, "train a reward model on preference pairs", _OVERRIDES_HELP),
         ("config", _config, "print the resolved configuration and check its types and rules", _OVERRIDES_HELP),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("overrides", nargs="*", metavar="override", help=overrides)
         command.set_defaults(command=function)
+    _add_evaluate(commands)
     _add_inspect(commands)
     _add_replay(commands)
     add_convert(commands)
@@ -63,10 +65,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    from megappo.cli.rewards import rewards_can_be_made
     from megappo.config.rules import check_config, check_files
     from megappo.config.store import load_run_config
 
-    config = load_run_config(parsed.overrides, rules=(check_config, check_files))
+    config = load_run_config(parsed.overrides, rules=(check_config, check_files, rewards_can_be_made))
     from megappo.cli.train import train
 
     return train(config)
@@ -82,10 +85,42 @@ def _sft(parsed: argparse.Namespace) -> int:
     return sft(config)
 
 
+def _rm(parsed: argparse.Namespace) -> int:
+    from megappo.config.rules import check_config, check_rm
+    from megappo.config.store import load_run_config
+
+    config = load_run_config(parsed.overrides, rules=(check_config, check_rm))
+    from megappo.cli.rm import rm
+
+    return rm(config)
+
+
 def _config(parsed: argparse.Namespace) -> int:
     from megappo.cli.config import print_config
 
     return print_config(parsed.overrides)
+
+
+# Any: as in _add_inspect.
+def _add_evaluate(commands: Any) -> None:
+    text = "answer the validation prompts with a model, score and judge the answers; no trainer is started"
+    parser = commands.add_parser("evaluate", help=text, description=text)
+    model = "the model, a Hugging Face folder (default: model.path), and overrides of the configuration, as for train"
+    parser.add_argument("arguments", nargs="*", metavar="MODEL or override", help=model)
+    output = "folder of what is written (default: <run.dir>/<run.name>-evaluation); an earlier one is kept aside"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
+    against = "folder of an earlier evaluation of the same prompts: print what this one is better by"
+    parser.add_argument("--against", type=Path, metavar="DIR", help=against)
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.set_defaults(command=_evaluate)
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from megappo.cli.evaluate import EvaluateArguments, run_evaluate
+
+    return run_evaluate(
+        EvaluateArguments(arguments=parsed.arguments, output=parsed.output, against=parsed.against, as_json=parsed.json)
+    )
 
 
 # Any: argparse has no public type for what add_subparsers returns.
@@ -115,6 +150,13 @@ def _add_inspect(commands: Any) -> None:
     weights.add_argument("--link-gb-s", nargs="+", default=[], metavar="ROUTE=SPEED", help=speeds)
     weights.add_argument("--tensors", action="store_true", help="add the table of all tensors to the JSON")
     weights.set_defaults(command=_inspect_weights)
+
+    text = "what a run would read: columns, counts, lengths, first prompts as the engine gets them, rows left out"
+    data = parts.add_parser("data", help=text, description=f"{text}. Exit code 1: a run would refuse it.")
+    data.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES_HELP)
+    data.add_argument("--samples", type=int, default=1, help="prompts of each source that are shown (default: 1)")
+    data.add_argument("--json", action="store_true", help="print JSON")
+    data.set_defaults(command=_inspect_data)
 
     text = "what is in checkpoints, whether they are whole, and whether a run can go on from them"
     code = "Exit code 1: damaged, or not to be resumed so."
@@ -174,6 +216,12 @@ def _inspect_weights(parsed: argparse.Namespace) -> int:
     from megappo.cli.inspect_weights import inspect_weights
 
     return inspect_weights(parsed.overrides, link_gb_s=parsed.link_gb_s, with_tensors=parsed.tensors)
+
+
+def _inspect_data(parsed: argparse.Namespace) -> int:
+    from megappo.cli.inspect_data import inspect_data
+
+    return inspect_data(parsed.overrides, samples=parsed.samples, as_json=parsed.json)
 
 
 def _inspect_checkpoint(parsed: argparse.Namespace) -> int:

@@ -48,8 +48,8 @@ def replay(arguments: ReplayArguments) -> int:
     Raises:
         MegappoError: the record, the weights or the layout cannot be used.
     """
-    if not arguments.tolerance >= 0:
-        raise RecordError(f"--tolerance {arguments.tolerance} must be 0 or more (for example 1e-5)")
+    if not 0 <= arguments.tolerance < math.inf:
+        raise RecordError(f"--tolerance {arguments.tolerance} must be a number from 0 on (for example 1e-5)")
     record = read_record(arguments.record)
     settings = make_settings(
         record.config,
@@ -57,6 +57,8 @@ def replay(arguments: ReplayArguments) -> int:
         overrides=arguments.overrides,
         device=DeviceKind(arguments.device),
     )
+    if settings.data > (most := len(record.sequences)):
+        raise RecordError(f"--layout data={settings.data} must be at most {most}, the sequences of {arguments.record}")
     with tempfile.TemporaryDirectory(prefix="megappo-replay-") as logs:
         request = ReplayRequest(
             folder=arguments.record,

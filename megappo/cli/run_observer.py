@@ -8,14 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
+from megappo.checkpoint.names import step_name
+from megappo.cli.evaluation_report import line_of, print_tables, table_rows, write_generations
 from megappo.config.run import RunConfig
+from megappo.config.validation import metric_prefix
+from megappo.config.validation_rules import validation_sets_of
+from megappo.controller.evaluate import Evaluation
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.step import StepResult
 from megappo.observability.console import RunConsole
 from megappo.observability.logging import get_logger
-from megappo.observability.metrics import Metrics, values
+from megappo.observability.metrics import values
 from megappo.observability.plot import Curve, plot_reward_curve
-from megappo.observability.run_directory import RunDirectory, write_summary
+from megappo.observability.run_directory import RunDirectory, must_be_written, write_summary
 from megappo.observability.tracker import Tracker, keep_lines
 
 logger = get_logger(__name__)
@@ -23,7 +28,6 @@ logger = get_logger(__name__)
 _WINDOW = 10
 """Steps averaged at both ends of a run for the summary."""
 _DIFFERENCE = "actor/rollout_log_prob_diff/max"
-_VALIDATION = "val/reward/mean"
 _TRACKER_STATUS = {"completed": "finished", "interrupted": "interrupted"}
 """How a run ended -> how trackers call it; anything else is a failure."""
 
@@ -40,7 +44,8 @@ class RunObserver:
         self._trackers = trackers
         self._start = time.monotonic()
         self._rewards: list[tuple[int, float]] = []
-        self._validations: list[tuple[int, float]] = []
+        self._validations: dict[str, list[tuple[int, float]]] = {name: [] for name in validation_sets_of(config)}
+        """Mean reward by set."""
         self._first_difference: float | None = None
         self._weight_version: int | None = None
         self.checkpoint: Path | None = None
@@ -87,8 +92,9 @@ class RunObserver:
 
     def _remember(self, step: int, numbers: Mapping[str, float]) -> None:
         """Keep what the summary and the curve need of one line; that of step 0 is a validation."""
-        if _VALIDATION in numbers:
-            self._validations.append((step, numbers[_VALIDATION]))
+        for name, points in self._validations.items():
+            if (metric := f"{metric_prefix(name)}reward/mean") in numbers:
+                points.append((step, numbers[metric]))
         if step == 0:
             return
         self._rewards.append((step, numbers["reward/mean"]))
@@ -96,12 +102,22 @@ class RunObserver:
         if self._first_difference is None:
             self._first_difference = numbers.get(_DIFFERENCE)
 
-    def on_validation(self, step: int, metrics: Metrics, rollouts: ScoredRollouts) -> None:
+    def on_answered(self, done: int, expected: int) -> None:
+        """Show how far a validation is."""
+        self._console.counted("validating", done, expected)
+
+    def on_validation(self, step: int, evaluation: Evaluation) -> None:
         """Tell of a finished validation; its numbers are in the line of the step before it, which is written later."""
-        numbers = values(metrics)
         if step == 0:
-            self._log(step, numbers)
-        self._console.note(f"validation after step {step}: mean reward {numbers[_VALIDATION]:.3f}")
+            self._log(step, values(evaluation.metrics))
+        for report in evaluation.reports:
+            self._console.note(f"validation after step {step}: {line_of(report, self._config.validation)}")
+        if any(report.sources for report in evaluation.reports):
+            print_tables(self._console, evaluation.reports, self._config.validation)
+        if self._config.validation.save_generations:
+            write_generations(self._directory.generations / f"{step_name(step)}.jsonl", evaluation.answered)
+            for tracker in self._trackers:
+                tracker.table(f"generations/{step_name(step)}", table_rows(evaluation))
 
     def on_checkpoint(self, folder: Path) -> None:
         """Remember the newest checkpoint."""
@@ -115,11 +131,13 @@ class RunObserver:
             for info, reward in zip(rollouts.sequences, rollouts.rewards)
             if info.sequence_id in rollouts.samples
         ][: self._config.trainer.num_rollout_samples]
-        with (self._directory.rollouts / f"step_{step:06d}.jsonl").open("w") as file:
+        path = self._directory.rollouts / f"step_{step:06d}.jsonl"
+        with must_be_written(path), path.open("w") as file:
             for info, reward in shown:
                 sample = rollouts.samples[info.sequence_id]
                 line = asdict(info) | {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
-                file.write(json.dumps(line | {"score": reward.score, "parts": reward.parts}) + "\n")
+                line |= {"score": reward.score, "parts": reward.parts, "reward_failure": reward.failure}
+                file.write(json.dumps(line) + "\n")
 
     @property
     def saved(self) -> str:
@@ -136,8 +154,8 @@ class RunObserver:
             "wall_s": round(time.monotonic() - self._start, 1),
             "reward_first_10": float(np.mean(rewards[:_WINDOW])) if rewards else None,
             "reward_last_10": float(np.mean(rewards[-_WINDOW:])) if rewards else None,
-            "val_reward_first": self._validations[0][1] if self._validations else None,
-            "val_reward_last": self._validations[-1][1] if self._validations else None,
+            "val_reward_first": self._validation_reward(0),
+            "val_reward_last": self._validation_reward(-1),
             "log_prob_diff_first_step_max": self._first_difference,
             "weight_version": self._weight_version,
             "exit": exit_reason,
@@ -147,7 +165,7 @@ class RunObserver:
                 self._directory.curve,
                 title=self._config.run.name,
                 training=_curve(self._rewards),
-                validation=_curve(self._validations),
+                validation={name or "validation": _curve(points) for name, points in self._validations.items()},
             )
         write_summary(self._directory, summary)
         for tracker in self._trackers:
@@ -156,6 +174,11 @@ class RunObserver:
                     tracker.artifact(path)
             tracker.close(_TRACKER_STATUS.get(exit_reason, "failed"))
         return summary
+
+    def _validation_reward(self, position: int) -> float | dict[str, float] | None:
+        """Return the mean reward of the first (0) or last (-1) validation: by set, where sets have names."""
+        found = {name: points[position][1] for name, points in self._validations.items() if points}
+        return found.get("") if "" in self._validations else found or None
 
 
 def _curve(points: Sequence[tuple[int, float]]) -> Curve:

@@ -12,7 +12,8 @@ from megappo.algo.kl import KLCoefficient
 from megappo.balance.workload import workload_of_model
 from megappo.checkpoint.health import Found
 from megappo.cli.resume import earlier_checkpoint, is_finished, open_run
-from megappo.cli.run_data import RunData, make_data
+from megappo.cli.rewards import settle_rewards
+from megappo.cli.run_data import RunData, make_data, settle_data
 from megappo.cli.run_observer import RunObserver
 from megappo.cli.signals import GO_ON, SIGTERM, StopSignals
 from megappo.cluster.groups import ActorGroup, CriticGroup
@@ -23,7 +24,7 @@ from megappo.config.layout_rules import roles
 from megappo.config.rules import check_device, start_up_notes
 from megappo.config.run import RunConfig
 from megappo.config.store import resolved_yaml
-from megappo.controller.evaluate import evaluate
+from megappo.controller.evaluate import check_majority, evaluate
 from megappo.controller.loop import PPOController, count_steps, make_time_limit
 from megappo.controller.record import RecordSink
 from megappo.controller.step import Components
@@ -127,11 +128,10 @@ def settle(config: RunConfig, backend: Backend) -> RunConfig:
         ConfigError: the device breaks a rule that `auto` left open.
     """
     settled = replace(
-        config,
+        settle_data(settle_rewards(config)),
         cluster=replace(config.cluster, device=DeviceKind(backend.kind)),
         model=replace(config.model, path=str(Path(config.model.path).resolve())),
         critic=replace(config.critic, path=_absolute(config.critic.path)),
-        reward=replace(config.reward, model_path=_absolute(config.reward.model_path)),
     )
     if violations := check_device(settled):
         raise ConfigError(violations)
@@ -193,8 +193,9 @@ def _train(run: _Plan, console: RunConsole, observer: RunObserver, signals: Stop
             stop=run.stop,
             time_limit=run.time_limit,
         )
-        shown = data.validation[:_SHOWN_ANSWERS]
+        shown = [prompt for prompts in data.validation.values() for prompt in prompts][:_SHOWN_ANSWERS]
         controller.prepare(partial(earlier_checkpoint, run.config, run.stored))
+        check_majority(config, data.validation, rollout=parts.rollout, reward=parts.reward)
         before = answers(parts, shown)
         signals.begin_loop()
         try:
@@ -249,25 +250,30 @@ def make_trackers(config: RunConfig, directory: RunDirectory, console: RunConsol
     return trackers
 
 
-def answers(parts: Components, prompts: Sequence[Prompt]) -> list[tuple[Sample, float]]:
-    """Answer a few validation prompts greedily; returns the texts with their scores."""
+def answers(parts: Components, prompts: Sequence[Prompt]) -> list[tuple[Sample, float] | None]:
+    """Answer a few validation prompts; returns the first answer to each with its score, None where its reward
+    failed."""
     if not prompts:
         return []
-    _, rollouts = evaluate(parts, prompts)
+    config = parts.config
+    judged = replace(config, validation=replace(config.validation, save_generations=True, bootstrap_samples=0))
+    evaluation = evaluate(judged, {"": prompts}, rollout=parts.rollout, reward=parts.reward)
+    first = [next(iter(prompt.answers), None) for prompt in evaluation.answered[0].prompts]
     return [
-        (rollouts.samples[info.sequence_id], reward.score)
-        for info, reward in zip(rollouts.sequences, rollouts.rewards)
-        if info.sequence_id in rollouts.samples
+        None if answer is None or answer.sample is None else (answer.sample, answer.reward.score) for answer in first
     ]
 
 
-def compare_answers(before: Sequence[tuple[Sample, float]], after: Sequence[tuple[Sample, float]]) -> list[AnswerRow]:
+def compare_answers(
+    before: Sequence[tuple[Sample, float] | None], after: Sequence[tuple[Sample, float] | None]
+) -> list[AnswerRow]:
     """Put answers to the same prompts side by side."""
     return [
         AnswerRow(
-            prompt=old.prompt, before=old.response, before_score=old_score, after=new.response, after_score=new_score
+            prompt=old[0].prompt, before=old[0].response, before_score=old[1], after=new[0].response, after_score=new[1]
         )
-        for (old, old_score), (new, new_score) in zip(before, after, strict=True)
+        for old, new in zip(before, after, strict=True)
+        if old is not None and new is not None
     ]
 
 

@@ -17,7 +17,7 @@ from megappo.batch.stages import Experience, TokenField
 from megappo.cluster.pending_save import GroupSave
 from megappo.cluster.placement import Slot
 from megappo.cluster.runtime import Call, gather
-from megappo.cluster.workers import ActorWorker, BatchCall, CriticWorker, ShardCall, TrainingWorker, WorkerSpec
+from megappo.cluster.workers import ActorWorker, BatchCall, CriticWorker, ModelWorker, ShardCall, WorkerSpec
 from megappo.config.parallelism import ParallelismConfig
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Plan, Shard
@@ -40,7 +40,7 @@ class TrainingGroup:
 
     def __init__(  # the composition root names every part
         self,
-        worker_class: type[TrainingWorker],
+        worker_class: type[ModelWorker],
         config: RunConfig,
         *,
         role: str,
@@ -50,7 +50,8 @@ class TrainingGroup:
     ) -> None:
         self.layout = layout_of(parallelism, len(slots))
         self.role = role
-        self._offload = config.actor.offload if role == "actor" else config.critic.offload
+        sections = {"actor": config.actor, "critic": config.critic, "reward_model": config.reward_model}
+        self._offload = sections[role].offload
         self._start_timeout_s = config.cluster.start_timeout_s
         self._timeout_s = config.cluster.call_timeout_s
         self._log_paths = [log_dir / f"{role}-{rank}.log" for rank in range(len(slots))]

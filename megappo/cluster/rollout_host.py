@@ -5,7 +5,7 @@ import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from megappo.batch.fields import concat, offsets_of, select
 from megappo.batch.stages import RolloutBatch
 from megappo.cluster.runtime import describe_process, node_address
 from megappo.config.cluster import DeviceKind
-from megappo.config.rollout import SamplingConfig
+from megappo.config.rollout import SINGLE_TURN, SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, SequenceInfo
 from megappo.observability.logging import redirect_process_output
@@ -28,8 +28,12 @@ from megappo.rollout.engine import (
     SampledResponse,
     WeightGroup,
 )
+from megappo.rollout.held_generation import HeldGeneration
 from megappo.weight_sync.receive import Load, Reception
 from megappo.weights.checksums import HeldTensor
+
+if TYPE_CHECKING:  # it loads transformers, which an engine may do without
+    from megappo.rollout.agents.runner import AgentRunner
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -80,7 +84,7 @@ class RolloutHost:
         from megappo.data.tokenizer import load_tokenizer
         from megappo.rollout import ENGINES
 
-        self._tokenizer = load_tokenizer(self.config.model.path)
+        self._tokenizer = load_tokenizer(self.config.model.path, self.config.data.chat_template)
         self._engine: RolloutEngine = ENGINES.get(self.config.rollout.engine)(
             EngineSpec(
                 config=self.config.rollout,
@@ -95,8 +99,22 @@ class RolloutHost:
             )
         )
         self._engine_made = True
+        self._held = HeldGeneration(self._engine)
+        self._programs = self._make_runner()
         await self._engine.start()
         return self._engine.at_once
+
+    def _make_runner(self) -> "AgentRunner | None":
+        """Return what runs rollout programs; None: the engine answers prompts directly."""
+        rollout = self.config.rollout
+        if rollout.agent == SINGLE_TURN:
+            return None
+        from megappo.rollout.agents import AGENTS
+        from megappo.rollout.agents.program import AgentSpec
+        from megappo.rollout.agents.runner import AgentRunner
+
+        program = AGENTS.get(rollout.agent)(AgentSpec(config=rollout, tokenizer=self._tokenizer))
+        return AgentRunner(self._held, program, rollout)
 
     async def identity(self) -> str:
         """Return where this process runs."""
@@ -108,7 +126,7 @@ class RolloutHost:
 
     async def abort(self) -> None:
         """End all groups under way; their calls answer with what they have."""
-        await self._engine.abort()
+        await (self._programs or self._held).abort()
 
     async def generate(self, call: GenerateCall, *begun: list[SampledResponse]) -> list[Any]:
         """Answer with three objects per draw, in order: its report, its texts, and its tokens (a RolloutBatch, or of a
@@ -128,9 +146,12 @@ class RolloutHost:
             )
             for position, draw in enumerate(call.draws)
         ]
-        outputs = {
-            output.group_id: output async for output in self._engine.generate(requests, call.sampling, seed=call.seed)
-        }
+        if self._programs is None:
+            stream = self._held.generate(requests, call.sampling, seed=call.seed)
+        else:
+            prompts = [draw.prompt for draw in call.draws]
+            stream = self._programs.generate(requests, prompts, call.sampling, seed=call.seed)
+        outputs = {output.group_id: output async for output in stream}
         answer: list[Any] = []
         for draw, request in zip(call.draws, requests):
             output = outputs[draw.group_id]
@@ -147,7 +168,9 @@ class RolloutHost:
                 answer=draw.prompt.answer,
                 finish_reason=response.finish_reason.value,
                 source=draw.prompt.source,
-                extra=draw.prompt.extra,
+                extra=draw.prompt.extra | (response.notes.extra if response.notes else {}),
+                reward=draw.prompt.reward,
+                response_tokens=response.sampled_tokens,
             )
             for response in output.responses
         ]
@@ -177,6 +200,7 @@ class RolloutHost:
     async def begin_weights(self, version: int) -> None:
         """Open the hand-over of a version, also after one that failed."""
         self._reception = Reception(self._engine, version, timeout_s=self.config.weight_sync.timeout_s)
+        self._held.hold()
         await self._reception.begin()
 
     async def load_weights(self, loads: list[Load]) -> None:
@@ -186,6 +210,7 @@ class RolloutHost:
     async def close_weights(self, sent: dict[str, str]) -> None:
         """Compare the checksums of what was sent, and take the version."""
         await self._reception.close(sent)
+        self._held.release()
 
     async def sleep(self) -> None:
         """Release what the engine can release."""
@@ -207,8 +232,8 @@ class RolloutHost:
 
 def _report(draw: Draw, request: GenerateRequest, output: GroupOutput) -> GroupReport:
     """Return the metadata of a group."""
-    before = [len(response.tokens) for response in request.begun] or [0] * request.num_samples
-    new = [len(response.tokens) - had for response, had in zip(output.responses, before, strict=True)]
+    before = [response.sampled_tokens for response in request.begun] or [0] * request.num_samples
+    new = [response.sampled_tokens - had for response, had in zip(output.responses, before, strict=True)]
     return GroupReport(
         progress=Progress(new_tokens=sum(new), longest_new=max(new), finished=_is_finished(output)),
         sequences=[
@@ -220,6 +245,8 @@ def _report(draw: Draw, request: GenerateRequest, output: GroupOutput) -> GroupR
                 finish_reason=response.finish_reason.value,
                 policy_version=min((span.version for span in response.versions), default=output.policy_version),
                 row=draw.prompt.row,
+                observation_tokens=len(response.tokens) - response.sampled_tokens,
+                counts=response.notes.counts if response.notes else {},
             )
             for sequence_id, response in zip(draw.sequence_ids, output.responses, strict=True)
         ],
@@ -235,11 +262,11 @@ def _tokens(draw: Draw, output: GroupOutput) -> RolloutBatch | list[SampledRespo
     if not _is_finished(output):
         return output.responses
     prompt, responses = draw.prompt.tokens, output.responses
-    parts = [length for response in responses for length in (len(prompt), len(response.tokens))]
+    mask = [sampled for response in responses for sampled in (*[False] * len(prompt), *response.mask)]
     batch = RolloutBatch(
         offsets=offsets_of([len(prompt) + len(response.tokens) for response in responses]),
         tokens=np.array([token for response in responses for token in (*prompt, *response.tokens)], dtype=np.int32),
-        response_mask=np.repeat(np.tile(np.array([False, True]), len(responses)), parts),
+        response_mask=np.array(mask, dtype=np.bool_),
         rollout_log_probs=np.array(
             [value for response in responses for value in (*(0.0,) * len(prompt), *response.log_probs)],
             dtype=np.float32,

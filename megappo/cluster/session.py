@@ -1,6 +1,6 @@
 """All processes of a run: started in parallel, named while they start, ended together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -8,15 +8,18 @@ import psutil
 import ray
 
 from megappo.algo.advantages import needs_values
+from megappo.batch.fields import Packed
 from megappo.batch.refs import Ref
-from megappo.batch.stages import Experience
-from megappo.cluster.groups import ActorGroup, CriticGroup
+from megappo.cluster.groups import ActorGroup, CriticGroup, TrainingGroup
 from megappo.cluster.placement import Placement
+from megappo.cluster.reward_desk import DeskClient, RewardModelService
+from megappo.cluster.reward_model import RewardModelTrainingGroup
 from megappo.cluster.reward_pool import RewardPool
 from megappo.cluster.rollout_pool import RolloutPool
-from megappo.cluster.runtime import end_processes, gather, start_ray
+from megappo.cluster.runtime import Call, end_processes, gather, start_ray
 from megappo.cluster.weight_sync import RayWeightSync
 from megappo.config.cluster import DeviceKind
+from megappo.config.reward_rules import REWARD_MODEL, asks_reward_model, model_rewards
 from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.errors import listed
@@ -45,7 +48,7 @@ class Session:
         self._log_dir = log_dir.resolve()
         self._report = report
         self._note = note or report
-        self._started: list[ActorGroup | CriticGroup | RolloutPool | RewardPool] = []
+        self._started: list[TrainingGroup | RolloutPool | RewardPool | RewardModelService] = []
         self._own_ray = False
 
     def __enter__(self) -> "Session":
@@ -59,30 +62,17 @@ class Session:
         config = self._config
         roles = self._roles()
         placement = self._reserve(roles)
-        timeout_s = config.cluster.start_timeout_s
-        engine_ranks = config.rollout.num_engines * config.rollout.tensor
-        wait = ": about 30 s on a CPU" if config.rollout.engine == "sglang" and self._backend.kind == "cpu" else ""
-        self._report(f"starting {config.rollout.num_engines} {config.rollout.engine} engine(s){wait}")
-        self.rollout = RolloutPool(
-            config,
-            slots=placement.slots("rollout", engine_ranks),
-            device=DeviceKind(self._backend.kind),
-            log_dir=self._log_dir,
-            note=self._note,
-        )
-        self._started.append(self.rollout)
-        engines = self.rollout.start()
-        reward_slots = placement.slots("reward", config.reward.workers) if "reward" in roles else []
-        self.reward = RewardPool(config, slots=reward_slots, log_dir=self._log_dir)
-        self._started.append(self.reward)
-        rewards = self.reward.start()
+        engines = self._start_engines(placement)
+        rewards, desk = self._start_rewards(placement, roles)
         trainers = self._make_actor(placement).start()
         if "critic" in roles:
             slots = placement.slots("critic", config.cluster.pools[config.cluster.critic])
             self.critic = CriticGroup(config, slots=slots, log_dir=self._log_dir)
             self._started.append(self.critic)
             trainers += self.critic.start()
-        gather([*rewards, *trainers], phase="start", timeout_s=timeout_s)
+        gather([*rewards, *trainers], phase="start", timeout_s=config.cluster.start_timeout_s)
+        if desk is not None:
+            self._report(desk.open())
         self._report(f"training workers are up ({self.actor.run('describe_layers')[0]}); waiting for the engines")
         self.rollout.finish_start(engines, timeout_s=config.rollout.start_timeout_s + 30.0)
         self._report("engines are up; joining the weight groups")
@@ -97,15 +87,71 @@ class Session:
             self._report(f"weights that are handed over and not compared by checksum: {listed(names)}")
         self.rollout.restore_with(self.weight_sync.restore)
 
+    def start_evaluation(self) -> None:
+        """Start what answers and scores: engines, which keep the weights of the model folder, and rewards."""
+        config = self._config
+        roles = {"rollout": config.cluster.rollout} | self._reward_roles()
+        placement = self._reserve(roles)
+        engines = self._start_engines(placement)
+        rewards, desk = self._start_rewards(placement, roles)
+        gather(rewards, phase="start", timeout_s=config.cluster.start_timeout_s)
+        if desk is not None:
+            self._report(desk.open())
+        self.rollout.finish_start(engines, timeout_s=config.rollout.start_timeout_s + 30.0)
+        self.rollout.admit(self.rollout.lives())
+
     def start_actor(self) -> None:
         """Start the actor alone (supervised fine-tuning)."""
         placement = self._reserve({"actor": self._config.cluster.actor})
         calls = self._make_actor(placement).start()
         gather(calls, phase="start", timeout_s=self._config.cluster.start_timeout_s)
 
-    def put(self, experience: Experience) -> Ref[Experience]:
-        """Put experience made by the driver into the object store."""
-        return cast(Ref[Experience], ray.put(experience))
+    def _start_engines(self, placement: Placement) -> list[Call]:
+        """Begin to start the engines; returns the calls for `finish_start`."""
+        config = self._config
+        wait = ": about 30 s on a CPU" if config.rollout.engine == "sglang" and self._backend.kind == "cpu" else ""
+        self._report(f"starting {config.rollout.num_engines} {config.rollout.engine} engine(s){wait}")
+        self.rollout = RolloutPool(
+            config,
+            slots=placement.slots("rollout", config.rollout.num_engines * config.rollout.tensor),
+            device=DeviceKind(self._backend.kind),
+            log_dir=self._log_dir,
+            note=self._note,
+        )
+        self._started.append(self.rollout)
+        return self.rollout.start()
+
+    def _start_rewards(self, placement: Placement, roles: Mapping[str, str]) -> tuple[list[Call], DeskClient | None]:
+        """Begin to start what scores; returns the calls to wait for, and the desk of the reward model."""
+        calls, desk = self._start_reward_model(placement) if REWARD_MODEL in roles else ([], None)
+        slots = placement.slots("reward", self._config.reward.workers) if "reward" in roles else []
+        self.reward = RewardPool(self._config, slots=slots, log_dir=self._log_dir, note=self._note, desk=desk)
+        self._started.append(self.reward)
+        return calls + self.reward.start(), desk
+
+    def _start_reward_model(self, placement: Placement) -> tuple[list[Call], DeskClient]:
+        """Begin to start the reward model that scores; returns the calls to wait for, and its desk."""
+        cluster, parallelism = self._config.cluster, self._config.reward_model.parallelism
+        self._report(f"starting the reward model: tensor {parallelism.tensor}, pipeline {parallelism.pipeline}")
+        slots = placement.slots(REWARD_MODEL, cluster.pools[cluster.reward])
+        service = RewardModelService(self._config, slots=slots, log_dir=self._log_dir)
+        self._started.append(service)
+        return service.start(), service.client
+
+    def start_reward_model_training(self) -> RewardModelTrainingGroup:
+        """Start the workers of a reward model that is trained."""
+        cluster, parallelism = self._config.cluster, self._config.reward_model.parallelism
+        placement = self._reserve({"reward": cluster.reward})
+        self._report(f"starting the reward model: tensor {parallelism.tensor}, pipeline {parallelism.pipeline}")
+        slots = placement.slots("reward", cluster.pools[cluster.reward])
+        group = RewardModelTrainingGroup(self._config, slots=slots, log_dir=self._log_dir)
+        self._started.append(group)
+        gather(group.start(), phase="start", timeout_s=cluster.start_timeout_s)
+        return group
+
+    def put(self, batch: Packed) -> Ref[Packed]:
+        """Put a batch made by the driver into the object store."""
+        return cast(Ref[Packed], ray.put(batch))
 
     def _make_actor(self, placement: Placement) -> ActorGroup:
         cluster = self._config.cluster
@@ -122,8 +168,14 @@ class Session:
         roles = {"actor": cluster.actor, "rollout": cluster.rollout}
         if needs_values(self._config.algorithm):
             roles["critic"] = cluster.critic
-        if self._config.reward.name == "model":
-            roles["reward"] = cluster.reward
+        return roles | self._reward_roles()
+
+    def _reward_roles(self) -> dict[str, str]:
+        roles: dict[str, str] = {}
+        if model_rewards(self._config):
+            roles["reward"] = self._config.cluster.reward
+        if asks_reward_model(self._config):
+            roles[REWARD_MODEL] = self._config.cluster.reward
         return roles
 
     def _reserve(self, roles: dict[str, str]) -> Placement:

@@ -28,6 +28,7 @@ from megappo.weights.checksums import HeldTensor
 if TYPE_CHECKING:  # torch and megatron wait until the process has its log file and its threads
     from megappo.train.actor import ActorTrainer
     from megappo.train.critic import CriticTrainer
+    from megappo.train.packed_model import PackedModel
     from megappo.train.trainer import ModelTrainer
     from megappo.weight_sync.transport import SenderSpec, WeightSender
 
@@ -37,7 +38,7 @@ class WorkerSpec:
     """Who a training process is."""
 
     role: str
-    """actor or critic."""
+    """actor, critic or reward_model."""
     rank: int
     world_size: int
     log_path: Path
@@ -59,18 +60,17 @@ class BatchCall:
     shards: list[ShardCall]
 
 
-class TrainingWorker:
-    """Base of actor and critic processes."""
+class ModelWorker:
+    """Base of all processes that hold a part of a Megatron model."""
 
-    trainer: "ModelTrainer"
-    """There after `setup`, which subclasses have."""
+    trainer: "PackedModel"
+    """The model; there after `setup`, which subclasses have."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig) -> None:
         redirect_process_output(spec.log_path)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.spec = spec
         self.config = config
-        self._shards: dict[tuple[int, ...], RolloutBatch] = {}
         self._reserved: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
@@ -144,6 +144,16 @@ class TrainingWorker:
     def offload(self, *, keep_params: bool) -> None:
         """Move what `offload` names out of device memory."""
         self.trainer.memory.release(keep_params=keep_params)
+
+
+class TrainingWorker(ModelWorker):
+    """Base of the processes whose model is trained."""
+
+    trainer: "ModelTrainer"
+
+    def __init__(self, spec: WorkerSpec, config: RunConfig) -> None:
+        super().__init__(spec, config)
+        self._shards: dict[tuple[int, ...], RolloutBatch] = {}
 
     def begin_save(self, folder: str) -> None:
         """Copy the state and begin to write it (all ranks take part)."""

@@ -6,7 +6,9 @@ from difflib import get_close_matches
 from enum import Enum
 
 from megappo.config.checkpoint import BestMode, CheckpointConfig, OnDamaged, deadline_seconds
+from megappo.config.layout_rules import needs_critic
 from megappo.config.run import RunConfig
+from megappo.config.validation_rules import validation_metric_fault
 from megappo.errors import Violation
 from megappo.observability.metric_catalogue import CATALOGUE, undocumented
 
@@ -19,10 +21,11 @@ def makes_checkpoints(config: RunConfig) -> bool:
 
 
 def checkpoint_settings_are_used(config: RunConfig) -> list[Violation]:
-    """A run that makes no checkpoint, or asks for no best one, changes nothing of how."""
+    """A run that makes no checkpoint, or asks for no best one, changes nothing of how. (`megappo sft` and `megappo rm`
+    read the section, too.)"""
     checkpoint, default = config.checkpoint, CheckpointConfig()
     unread = dict[str, tuple[str, str]]()
-    if not makes_checkpoints(config):
+    if not makes_checkpoints(config) and config.sft.save_freq == config.rm.save_freq == -1:
         off = ("trainer.save_freq=-1: no checkpoint is made", "leave it out, or set trainer.save_freq")
         unread = dict.fromkeys((entry.name for entry in fields(CheckpointConfig)), off)
         if config.trainer.resume == "auto":
@@ -65,7 +68,7 @@ def kept_steps_are_saved(config: RunConfig) -> list[Violation]:
 
 
 def best_metric_is_measured(config: RunConfig) -> list[Violation]:
-    """checkpoint.keep_best is the name of a metric, and one of validation needs validations."""
+    """checkpoint.keep_best is the name of a metric that this run measures, as far as that is known."""
     name = config.checkpoint.keep_best
     if name is None:
         return []
@@ -74,9 +77,11 @@ def best_metric_is_measured(config: RunConfig) -> list[Violation]:
         near = get_close_matches(name, names, n=3)
         rule = "is no metric"
         remedy = f"did you mean {' or '.join(near)}?" if near else "docs/metrics.md lists them"
-    elif name.startswith(_VALIDATION) and config.trainer.test_freq == -1:
-        rule = "is never measured: trainer.test_freq=-1"
-        remedy = "set trainer.test_freq, or use a metric of training, such as reward/mean"
+    elif name.startswith(_VALIDATION) and (fault := validation_metric_fault(name, config)) is not None:
+        rule, remedy = fault
+    elif name.startswith("critic/") and not needs_critic(config):
+        rule = f"is never measured: algorithm.advantage.name={config.algorithm.advantage.name} trains no critic"
+        remedy = "use a metric of rewards or of the actor"
     else:
         return []
     return [Violation(key="checkpoint.keep_best", value=name, rule=rule, remedy=remedy)]

@@ -64,7 +64,18 @@ def engines_hold_model(config: RunConfig, shape: ModelShape) -> list[Violation]:
         ffn_hidden_size=shape.ffn_hidden_size,
         expert_ffn_hidden_size=experts.ffn_hidden_size if experts else None,
     )
-    return engine_violations(config.rollout.tensor, cuts, trainer=trainer)
+    violations = engine_violations(config.rollout.tensor, cuts, trainer=trainer)
+    if config.rollout.engine == "sglang" and experts is not None and shape.ffn_hidden_size is not None:
+        violations.append(
+            Violation(
+                key="rollout.engine",
+                value=config.rollout.engine,
+                rule="gives experts to every layer of a mixture (SGLang 0.5.23, srt/models/qwen3_moe.py:878), and some "
+                "layers of the model have none (mlp_only_layers, decoder_sparse_step)",
+                remedy="use rollout=hf, or a model that has experts in all layers",
+            )
+        )
+    return violations
 
 
 def _violation(tensor: int, rule: str, remedy: str) -> Violation:

@@ -1,11 +1,11 @@
 """Rules about files that a run starts from."""
 
-import glob
 from pathlib import Path
 
 from megappo.config import engine_rules, layout_rules, precision_rules, training_rules
 from megappo.config.model_shape import ModelShape, read_model_config, shape_of
 from megappo.config.model_support import model_faults
+from megappo.config.reward_rules import model_rewards
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
@@ -13,7 +13,7 @@ from megappo.errors import Violation
 def model_folders_fit(config: RunConfig) -> list[Violation]:
     """Every model folder exists, and its sizes suit the layout and the longest sequence."""
     violations: list[Violation] = []
-    shape = _read_shape("model.path", config.model.path, _missing_model_remedy(config), violations)
+    shape = read_shape("model.path", config.model.path, _missing_model_remedy(config), violations)
     if shape is not None:
         violations += layout_rules.layout_divides_model(config, shape, role="actor")
         violations += engine_rules.engines_hold_model(config, shape)
@@ -25,7 +25,7 @@ def model_folders_fit(config: RunConfig) -> list[Violation]:
         return violations
     if config.critic.path is not None:
         remedy = "give a Hugging Face folder, or null to start from model.path"
-        shape = _read_shape("critic.path", config.critic.path, remedy, violations)
+        shape = read_shape("critic.path", config.critic.path, remedy, violations)
     if shape is not None:
         violations += layout_rules.layout_divides_model(config, shape, role="critic")
         violations += training_rules.recompute_fits_layers(config, shape, role="critic")
@@ -45,7 +45,7 @@ def is_made_by_sft(config: RunConfig) -> bool:
     return bool(config.model.path) and Path(config.model.path) == Path(config.sft.output) / "model"
 
 
-def _read_shape(key: str, folder: str, remedy: str, violations: list[Violation]) -> ModelShape | None:
+def read_shape(key: str, folder: str, remedy: str, violations: list[Violation]) -> ModelShape | None:
     path = Path(folder)
     if not folder or not path.is_dir():
         rule = "is not a folder that exists"
@@ -67,31 +67,14 @@ def _read_shape(key: str, folder: str, remedy: str, violations: list[Violation])
     return None
 
 
-def data_files_exist(config: RunConfig) -> list[Violation]:
-    """The files of the data sources are there (a pattern matches at least one)."""
-    violations: list[Violation] = []
-    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
-        if source is None or source.kind not in ("jsonl", "parquet") or not source.path:
-            continue
-        if not glob.glob(source.path):
-            violations.append(
-                Violation(
-                    key=f"data.{name}.path",
-                    value=source.path,
-                    rule="matches no file",
-                    remedy=f"paths are relative to {Path.cwd()}",
-                )
-            )
-    return violations
-
-
 def reward_model_folder_exists(config: RunConfig) -> list[Violation]:
     """The reward model's folder is there."""
-    folder = config.reward.model_path
-    if config.reward.name != "model" or not folder or (Path(folder) / "config.json").is_file():
-        return []
-    remedy = "give a Hugging Face folder of a sequence-classification model"
-    return [Violation(key="reward.model_path", value=folder, rule="is not a folder with a config.json", remedy=remedy)]
+    rule, remedy = "is not a folder with a config.json", "give a Hugging Face folder of a sequence-classification model"
+    return [
+        Violation(key=f"{key}.model_path", value=term.model_path, rule=rule, remedy=remedy)
+        for key, term in model_rewards(config).items()
+        if term.model_path and not (Path(term.model_path) / "config.json").is_file()
+    ]
 
 
 def checkpoint_to_resume_exists(config: RunConfig) -> list[Violation]:

@@ -8,6 +8,7 @@ from megappo.config.model_shape import ModelShape
 from megappo.config.parallelism import ParallelismConfig
 from megappo.config.pipeline_rules import divisors, pipeline_violations
 from megappo.config.precision_rules import layers_are_local
+from megappo.config.reward_rules import asks_reward_model, model_rewards
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
@@ -36,7 +37,7 @@ def roles(config: RunConfig) -> list[str]:
     used = ["actor", "rollout"]
     if needs_critic(config):
         used.append("critic")
-    if config.reward.name == "model":
+    if model_rewards(config) or asks_reward_model(config):
         used.append("reward")
     return used
 

@@ -3,23 +3,40 @@ this package must not import what the registries import."""
 
 from difflib import get_close_matches
 
+from megappo.config.reward_rules import reward_terms
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
+AGENTS = ("single_turn", "tool_loop")
 ENGINES = ("hf", "sglang")
-REWARDS = ("exact_match", "math_verify", "model", "reasoning_gym")
-SOURCES = ("jsonl", "parquet", "reasoning_gym")
+REWARDS = (
+    "code",
+    "exact_match",
+    "format",
+    "http",
+    "length",
+    "math_verify",
+    "model",
+    "multiple_choice",
+    "numeric",
+    "overlong",
+    "reasoning_gym",
+    "repetition",
+    "reward_model",
+)
+SOURCES = ("datasets", "jsonl", "parquet", "reasoning_gym")
+TOOL_FORMATS = ("hermes", "json", "pythonic")
 TRANSPORTS = ("broadcast", "disk", "ipc")
 
 
 def plug_ins_are_known(config: RunConfig) -> list[Violation]:
-    """Engine, reward, sources and transport are registered, or named `package.module:name`."""
-    validation = config.data.validation
+    """Engine, rollout program, rewards, sources and transport are registered, or named `package.module:name`."""
     named = [
         ("rollout.engine", config.rollout.engine, ENGINES),
-        ("reward.name", config.reward.name, REWARDS),
-        ("data.train.kind", config.data.train.kind, SOURCES),
-        *([("data.validation.kind", validation.kind, SOURCES)] if validation is not None else []),
+        ("rollout.agent", config.rollout.agent, AGENTS),
+        ("rollout.tool_loop.format", config.rollout.tool_loop.format, TOOL_FORMATS),
+        *((f"{key}.name", term.name, REWARDS) for key, term in reward_terms(config)),
+        *((f"{key}.kind", source.kind, SOURCES) for key, source in config.data.by_key().items()),
         ("weight_sync.transport", config.weight_sync.transport, TRANSPORTS),
     ]
     return [_unknown(key, name, known) for key, name, known in named if name not in known and ":" not in name]
@@ -42,20 +59,5 @@ def in_process_engine_has_one_device(config: RunConfig) -> list[Violation]:
             value=config.rollout.tensor,
             rule="must be 1 with rollout.engine=hf",
             remedy="use rollout=sglang for an engine over several devices",
-        )
-    ]
-
-
-def reward_workers_fit_their_pool(config: RunConfig) -> list[Violation]:
-    """Each reward-model worker takes a share of a device of its own."""
-    devices = config.cluster.pools.get(config.cluster.reward)
-    if config.reward.name != "model" or devices is None or config.reward.workers <= devices:
-        return []
-    return [
-        Violation(
-            key="reward.workers",
-            value=config.reward.workers,
-            rule=f"is more than the {devices} devices of pool {config.cluster.reward!r}",
-            remedy=f"use at most {devices}",
         )
     ]

@@ -1,10 +1,7 @@
-"""Where metrics go, which steps are recorded for replay, and the supervised starting run."""
+"""Where metrics go, and which steps are recorded for replay."""
 
 from dataclasses import dataclass, field
 from enum import Enum
-
-from megappo.config.model import RandomModelConfig
-from megappo.config.optim import OptimConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,19 +36,3 @@ class RecordConfig:
     weights: bool = False
     """Write the weights before the update into the record, too, as Hugging Face folders. A step of which only the
     update tells that it is to be recorded has none. Without: the record names the checkpoint of the step before."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SftConfig:
-    """`megappo sft`: supervised cross-entropy on prompt/answer pairs of data.train."""
-
-    output: str = "runs/sft"
-    """Folder of the result; the Hugging Face model is in `<output>/model`."""
-    random_model: RandomModelConfig | None = None
-    """Start from random weights of this shape; None: start from model.path."""
-    max_steps: int = 200
-    batch_size: int = 64
-    """Pairs per optimizer step."""
-    stop_loss: float | None = None
-    """Stop once the running mean (0.9) of the loss, nats per answer token, falls below this."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3, warmup_steps=10, weight_decay=0.01))

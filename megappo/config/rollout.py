@@ -30,7 +30,7 @@ class SamplingConfig:
     min_p: float = 0.0
     """Tokens less likely than this share of the likeliest one's probability are left out; 0: none."""
     max_new_tokens: int = 256
-    """Most response tokens, the end token included."""
+    """Most response tokens, the end token included; of a rollout program all its turns, and what it puts between."""
     min_new_tokens: int = 0
     """End and stop tokens do not come before so many others (engine hf only)."""
     stop_token_ids: list[int] = field(default_factory=list[int])
@@ -88,10 +88,40 @@ class RecoveryConfig:
     sampled goes with them)."""
 
 
+SINGLE_TURN = "single_turn"
+"""The rollout program of which an engine needs to know nothing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ToolLoopConfig:
+    """rollout.agent=tool_loop: the model calls functions and reads what they return, until it answers."""
+
+    tools: list[str] = field(default_factory=list[str])
+    """Typed python functions, `package.module:function`; names, parameters and docstrings are shown to the model."""
+    show_tools: bool = True
+    """Show them through the chat template; false for a model that knows them, or a template that shows none."""
+    format: str = "hermes"
+    """How a call is written (`megappo.rollout.agents.tool_formats.TOOL_FORMATS`): hermes
+    (<tool_call>{...}</tool_call>), json (the turn is one call), pythonic ([name(key=value)]), or
+    `package.module:function`."""
+    max_turns: int = 8
+    """Most turns of the model. One that calls a tool in the last of them is cut short: it ends by length."""
+    max_observation_tokens: int = 256
+    """Most tokens of one tool's answer; the rest is cut off."""
+    tool_timeout_s: float = 10.0
+    """Longest time of one tool call; the model is told of one that takes longer."""
+    timeout_s: float = 300.0
+    """Longest time of one sample, tools and engine together; it then ends by length with what it has."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The rollout engines."""
 
+    agent: str = SINGLE_TURN
+    """The program that makes one sample of calls to the engine (`megappo.rollout.agents.AGENTS`): single_turn,
+    tool_loop, or `package.module:Class`."""
+    tool_loop: ToolLoopConfig = field(default_factory=ToolLoopConfig)
     engine: str = "sglang"
     """Registry name (`megappo.rollout.ENGINES`): sglang, or hf (in-process transformers generate)."""
     num_engines: int = 1
@@ -123,8 +153,7 @@ class RolloutConfig:
 
 
 class PauseMode(Enum):
-    """What becomes of sequences under way while new weights are handed over. All of it can be asked of an engine; a run
-    waits (see `WeightSyncConfig.pause`)."""
+    """What becomes of sequences under way while new weights are handed over (see `WeightSyncConfig.pause`)."""
 
     retract = "retract"
     """They go back to the queue; what they have sampled stays, their cache is computed again with the new weights."""
@@ -161,7 +190,9 @@ class WeightSyncConfig:
     """Longest time of one attempt at a hand-over, from its begin until all engines answer with the version, however
     many buckets there are. Joining new groups before it may take as long again."""
     pause: PauseMode = PauseMode.wait
-    """Both controllers wait until no sequence is under way, so `wait` is the only value; others are refused."""
+    """With controller=one_step_off: `wait` ends the sampling of the next step before the hand-over, so that one version
+    samples a sequence; with the other values it goes on, by the new weights, and a slow answer holds up neither. The
+    synchronous loop has nothing under way by then."""
     retries: int = 1
     """How often a hand-over that failed is tried again with the same engines before one that failed is restarted."""
     verify: VerifyMode = VerifyMode.sampled

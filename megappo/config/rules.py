@@ -6,10 +6,14 @@ To add one: write the function beside those of its kind (`value_rules`, `layout_
 Those of the algorithm section, which `megappo inspect algorithm` shares, are in `algorithm_rules`.
 """
 
+from dataclasses import replace
+
 from megappo.config import (
+    agent_rules,
     capability_rules,
     checkpoint_rules,
     controller_rules,
+    data_rules,
     engine_rules,
     file_rules,
     layout_rules,
@@ -17,9 +21,13 @@ from megappo.config import (
     parity_rules,
     precision_rules,
     record_rules,
+    reward_rules,
+    rm_rules,
     rollout_rules,
+    supervised_rules,
     training_rules,
     transport_rules,
+    validation_rules,
     value_rules,
 )
 from megappo.config.algorithm import ValueLossConfig
@@ -40,10 +48,11 @@ _CONFIG_RULES = (
     value_rules.resume_is_a_choice_or_path,
     value_rules.run_name_is_a_folder_name,
     value_rules.critic_warmup_needs_a_critic,
-    value_rules.sources_are_complete,
-    value_rules.rows_are_left_after_skip,
-    value_rules.validation_has_prompts,
-    value_rules.model_reward_has_a_model,
+    data_rules.sources_are_complete,
+    data_rules.source_numbers_are_in_range,
+    data_rules.sources_are_named_one_way,
+    data_rules.source_settings_are_read,
+    data_rules.validation_has_prompts,
     training_rules.learning_rate_schedules_are_complete,
     training_rules.optimizer_settings_are_in_range,
     training_rules.optimizer_settings_are_used,
@@ -58,7 +67,15 @@ _CONFIG_RULES = (
     rollout_rules.sequences_fit_the_cache,
     rollout_rules.running_engines_are_named,
     rollout_rules.slow_engines_are_slower,
-    name_rules.reward_workers_fit_their_pool,
+    agent_rules.tool_loop_has_what_it_needs,
+    agent_rules.tools_have_a_program,
+    reward_rules.reward_terms_replace_the_name,
+    reward_rules.reward_terms_can_be_metrics,
+    reward_rules.a_term_has_weight,
+    reward_rules.failed_rewards_can_be_handled,
+    reward_rules.model_rewards_have_a_model,
+    reward_rules.model_reward_workers_fit_their_pool,
+    rm_rules.reward_model_can_be_asked,
     layout_rules.pool_of_each_role_exists,
     layout_rules.model_fits_its_pool,
     layout_rules.experts_fit_their_pool,
@@ -69,7 +86,7 @@ _CONFIG_RULES = (
     transport_rules.broadcast_needs_devices_of_its_own,
     transport_rules.shared_memory_needs_shared_devices,
     transport_rules.disk_needs_a_folder_that_all_see,
-    transport_rules.hand_overs_wait,
+    transport_rules.pauses_need_something_to_pause,
     capability_rules.bridge_cannot_be_installed_beside_the_engine,
     controller_rules.engines_beside_training_have_devices_of_their_own,
     controller_rules.early_stop_leaves_no_prompt_without_its_greedy_answer,
@@ -81,6 +98,11 @@ _CONFIG_RULES = (
     checkpoint_rules.deadline_is_a_time,
     checkpoint_rules.kept_steps_are_saved,
     checkpoint_rules.best_metric_is_measured,
+    validation_rules.validation_answers_differ,
+    validation_rules.pass_at_has_the_answers,
+    validation_rules.intervals_are_possible,
+    validation_rules.validation_settings_are_used,
+    validation_rules.validation_sets_have_names_for_metrics,
 )
 
 _DEVICE_RULES = (
@@ -94,8 +116,9 @@ _DEVICE_RULES = (
 
 _FILE_RULES = (
     file_rules.model_folders_fit,
-    file_rules.data_files_exist,
+    data_rules.data_files_exist,
     file_rules.reward_model_folder_exists,
+    rm_rules.reward_model_folder_fits,
     file_rules.checkpoint_to_resume_exists,
 )
 
@@ -149,7 +172,13 @@ def check_sft_device(config: RunConfig) -> list[Violation]:
     """Return the broken rules about the device of `megappo sft`, once `auto` is settled."""
     violations = precision_rules.fp8_has_what_it_needs(config) + precision_rules.transformer_engine_can_run(config)
     made = config.sft.random_model is not None
-    return violations + (random_model_fits(config) if made else file_rules.model_folders_fit(config))
+    return violations + (random_model_fits(config) if made else supervised_rules.model_to_train_fits(config))
+
+
+def check_data(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about what `megappo inspect data` reads."""
+    found = [violation for violation in check_config(config) if violation.key.startswith("data.")]
+    return found + data_rules.data_files_exist(config)
 
 
 def check_files(config: RunConfig) -> list[Violation]:
@@ -158,11 +187,48 @@ def check_files(config: RunConfig) -> list[Violation]:
 
 
 def check_sft_files(config: RunConfig) -> list[Violation]:
-    """Return the broken rules about the files that `megappo sft` reads."""
-    violations = file_rules.data_files_exist(config) + training_rules.random_models_are_trained_whole(config)
+    """Return the broken rules about what `megappo sft` does, and about the files that it reads."""
+    violations = supervised_rules.supervised_run_can_be_made(config, config.sft, "sft", metrics="sft")
+    violations += supervised_rules.one_source_is_trained_on(config, "sft")
+    violations += data_rules.data_files_exist(config) + training_rules.random_models_are_trained_whole(config)
+    violations += file_rules.checkpoint_to_resume_exists(config)
     if config.sft.random_model is None:
-        violations += file_rules.model_folders_fit(config)
-    return violations
+        return violations + supervised_rules.model_to_train_fits(config)
+    positions = config.sft.random_model.max_position_embeddings
+    return violations + supervised_rules.rows_fit_positions(config.sft, "sft", positions=positions)
+
+
+def check_rm(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about what `megappo rm` does, and about the files that it reads."""
+    return rm_rules.reward_model_can_be_trained(config) + rm_rules.model_to_train_fits(config)
+
+
+def check_rm_device(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about the device of `megappo rm`, once `auto` is settled."""
+    return rm_rules.device_can_train(config)
+
+
+def check_evaluation(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about what `megappo evaluate` reads, that need no file."""
+    judged = _as_evaluated(config)
+    found = [violation for violation in check_config(judged) if validation_rules.is_evaluated(violation.key)]
+    return found + validation_rules.there_is_something_to_evaluate(config)
+
+
+def check_evaluation_files(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about the files that it reads."""
+    found = check_files(_as_evaluated(config))
+    return [violation for violation in found if validation_rules.is_evaluated(violation.key)]
+
+
+def check_evaluation_device(config: RunConfig) -> list[Violation]:
+    """Return the broken rules about its device, once `auto` is settled."""
+    return rollout_rules.sequences_fit_the_cache(_as_evaluated(config))
+
+
+def _as_evaluated(config: RunConfig) -> RunConfig:
+    """Return the configuration with one sampling: the lengths of training answers limit nothing here."""
+    return replace(config, rollout=replace(config.rollout, sampling=config.rollout.validation))
 
 
 def start_up_notes(config: RunConfig) -> list[str]:

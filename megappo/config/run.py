@@ -6,15 +6,19 @@ from megappo.config.algorithm import AlgorithmConfig
 from megappo.config.batching import BatchingConfig
 from megappo.config.checkpoint import CheckpointConfig
 from megappo.config.cluster import ClusterConfig
-from megappo.config.data import DataConfig, RewardConfig
+from megappo.config.data import DataConfig
 from megappo.config.lora import LoraConfig
 from megappo.config.memory import OffloadConfig
 from megappo.config.model import ModelConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.parallelism import ParallelismConfig
-from megappo.config.record import RecordConfig, SftConfig, TrackingConfig
+from megappo.config.record import RecordConfig, TrackingConfig
+from megappo.config.reward import RewardConfig
+from megappo.config.rm import RewardModelConfig, RmConfig
 from megappo.config.rollout import RolloutConfig, WeightSyncConfig
+from megappo.config.supervised import SftConfig
 from megappo.config.trainer import ControllerKind, RunSection, TrainerConfig
+from megappo.config.validation import ValidationConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,11 +60,14 @@ class RunConfig:
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    rm: RmConfig = field(default_factory=RmConfig)

@@ -68,7 +68,9 @@ def nearest_keys(key: str) -> list[str]:
         misplaced = [known for known in keys if f".{known}".endswith(ending)]
         if 0 < len(misplaced) <= 3:
             return misplaced
-    siblings = [known for known in keys if known.rpartition(".")[0] == parent]
+    # Of the type, not of the known keys, which hold none inside of a map.
+    section = section_of(annotation_of(parent)) if parent else RunConfig
+    siblings = [f"{parent}.{name}".lstrip(".") for name in field_types(section)] if section else []
     return difflib.get_close_matches(key, siblings, n=1) or difflib.get_close_matches(key, keys, n=1)
 
 
@@ -91,7 +93,9 @@ def _describe_inner(annotation: Annotation) -> str:
         return "a section with the keys " + ", ".join(field_types(section))
     origin = typing.get_origin(annotation)
     if origin is dict:
-        return "a map such as {name: value}"
+        section = section_of(typing.get_args(annotation)[1])
+        example = "value" if section is None else f"{{{next(iter(field_types(section)))}: value, ...}}"
+        return f"a map such as {{name: {example}}}"
     if origin is list:
         return "a list such as [first, second]"
     return "a value"

@@ -10,6 +10,7 @@ like the groups, are found with `hydra.searchpath=[file:///FOLDER]`.
 import re
 import typing
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -223,10 +224,24 @@ def _apply(tree: DictConfig, override: Override, violations: list[Violation]) ->
     else:
         try:
             _make_sections(tree, key if isinstance(value, dict) else key.rpartition(".")[0])
-            is_map = typing.get_origin(schema.without_none(annotation)) is dict
-            OmegaConf.update(tree, key, value, merge=not is_map)
+            if typing.get_origin(schema.without_none(annotation)) is dict:
+                _replace_map(tree, key, value)
+            else:
+                OmegaConf.update(tree, key, value)
         except OmegaConfBaseException as error:
             violations.append(_wrong_value(override, annotation, OmegaConf.select(tree, key), error))
+
+
+def _replace_map(tree: DictConfig, key: str, value: object) -> None:
+    """Set a whole map. What stays as it is when that fails: the map."""
+    before = deepcopy(OmegaConf.select(tree, key))
+    # Merged into an empty one: an entry that is a section gets its type and its defaults.
+    OmegaConf.update(tree, key, {}, merge=False)
+    try:
+        OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
+    except OmegaConfBaseException:
+        OmegaConf.update(tree, key, before, merge=False)
+        raise
 
 
 def _make_sections(tree: DictConfig, key: str) -> None:

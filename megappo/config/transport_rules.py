@@ -3,6 +3,7 @@
 from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import PauseMode
 from megappo.config.run import RunConfig
+from megappo.config.trainer import ControllerKind
 from megappo.errors import Violation
 
 
@@ -69,16 +70,19 @@ def disk_needs_a_folder_that_all_see(config: RunConfig) -> list[Violation]:
     ]
 
 
-def hand_overs_wait(config: RunConfig) -> list[Violation]:
-    """Both controllers hand weights over when nothing is under way: another way to pause would have no effect."""
+def pauses_need_something_to_pause(config: RunConfig) -> list[Violation]:
+    """The synchronous loop hands weights over when nothing is under way, and an engine that samples batch by batch has
+    no cache to go on from."""
     pause = config.weight_sync.pause
     if pause is PauseMode.wait:
         return []
-    return [
-        Violation(
-            key="weight_sync.pause",
-            value=pause.value,
-            rule="has no use: both controllers hand weights over when no sequence is under way",
-            remedy="use wait; rollout.partial.extra_prompts is what stops sequences and goes on with them later",
+    if config.controller is ControllerKind.synchronous:
+        rule, remedy = (
+            "has no use: controller=synchronous hands weights over when no sequence is under way",
+            "use wait, or controller=one_step_off; rollout.partial.extra_prompts stops sequences and goes on later",
         )
-    ]
+    elif config.rollout.engine == "hf" and pause is not PauseMode.abort:
+        rule, remedy = "needs an engine that can set sequences aside, unlike rollout.engine=hf", "use wait or abort"
+    else:
+        return []
+    return [Violation(key="weight_sync.pause", value=pause.value, rule=rule, remedy=remedy)]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import cast
 
-from megappo.config.layout_rules import needs_critic, roles
+from megappo.config.layout_rules import needs_critic
 from megappo.config.model import RandomModelConfig
 from megappo.config.pipeline_rules import divisors
 from megappo.config.run import RunConfig
@@ -20,10 +20,12 @@ _POSITIVE = (
     "rollout.sglang.mem_fraction_static rollout.sglang.max_running_requests "
     "rollout.parity.dump_tokens rollout.parity.dump_files "
     "rollout.recovery.health_interval_s rollout.recovery.hang_timeout_s "
+    "rollout.tool_loop.max_turns rollout.tool_loop.max_observation_tokens rollout.tool_loop.tool_timeout_s "
+    "rollout.tool_loop.timeout_s "
     "weight_sync.bucket_bytes weight_sync.timeout_s "
     "cluster.num_cpus cluster.start_timeout_s cluster.object_store_bytes "
-    "data.max_prompt_tokens data.train.size data.validation.size reward.workers reward.timeout_s "
-    "sft.max_steps sft.batch_size sft.stop_loss "
+    "data.max_prompt_tokens reward.workers reward.concurrency reward.timeout_s "
+    "sft.epochs sft.max_steps sft.batch_size sft.batch_tokens sft.max_tokens sft.stop_loss "
     "sft.random_model.hidden_size sft.random_model.ffn_hidden_size sft.random_model.num_layers "
     "sft.random_model.num_attention_heads sft.random_model.num_key_value_heads "
     "sft.random_model.max_position_embeddings sft.random_model.vocab_multiple "
@@ -52,10 +54,10 @@ _POSITIVE = (
 ).split()
 
 _NOT_NEGATIVE = (
-    "trainer.critic_warmup trainer.num_rollout_samples seed data.train.skip data.validation.skip "
+    "trainer.critic_warmup trainer.num_rollout_samples seed "
     "rollout.validation.temperature rollout.parity.dump rollout.partial.extra_prompts "
     "rollout.recovery.max_restarts rollout.recovery.backoff_s rollout.recovery.max_backoff_s weight_sync.retries "
-    "checkpoint.on_signal_s "
+    "checkpoint.on_signal_s reward.retries "
     + " ".join(
         f"{role}.optim.{key}"
         for role in ("actor", "critic", "sft")
@@ -65,7 +67,7 @@ _NOT_NEGATIVE = (
 
 _OBJECT_STORE_MINIMUM_BYTES = 75 * 1024**2
 
-_FREQUENCIES = ("trainer.save_freq", "trainer.export_hf_freq", "trainer.test_freq")
+_FREQUENCIES = ("trainer.save_freq", "trainer.export_hf_freq", "trainer.test_freq", "sft.test_freq", "sft.save_freq")
 
 
 def value_of(config: RunConfig, key: str) -> object:
@@ -237,63 +239,4 @@ def critic_warmup_needs_a_critic(config: RunConfig) -> list[Violation]:
             rule=f"needs a critic, which algorithm.advantage.name={config.algorithm.advantage.name} does not use",
             remedy="set it to 0, or use advantage gae",
         )
-    ]
-
-
-def sources_are_complete(config: RunConfig) -> list[Violation]:
-    """A source names what its kind reads."""
-    violations: list[Violation] = []
-    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
-        if source is None:
-            continue
-        needed = {"jsonl": ("path",), "parquet": ("path",), "reasoning_gym": ("task",)}.get(source.kind, ())
-        violations.extend(
-            Violation(
-                key=f"data.{name}.{key}",
-                value="null",
-                rule=f"must be given with data.{name}.kind={source.kind}",
-                remedy=f"add data.{name}.{key}=..., or pick a data file with data=NAME",
-            )
-            for key in needed
-            if getattr(source, key) is None
-        )
-    return violations
-
-
-def rows_are_left_after_skip(config: RunConfig) -> list[Violation]:
-    """`size` counts from the first row of the source, `skip` included."""
-    violations: list[Violation] = []
-    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
-        if source is not None and source.size is not None and 0 < source.size <= source.skip:
-            violations.append(
-                Violation(
-                    key=f"data.{name}.size",
-                    value=source.size,
-                    rule=f"must be above data.{name}.skip={source.skip}: the skipped rows count",
-                    remedy=f"use {source.skip} plus the number of rows wanted",
-                )
-            )
-    return violations
-
-
-def validation_has_prompts(config: RunConfig) -> list[Violation]:
-    """Validation needs data.validation."""
-    if config.data.validation is not None:
-        return []
-    wanted = [("trainer.test_freq", config.trainer.test_freq, -1)]
-    wanted.append(("trainer.val_before_train", config.trainer.val_before_train, False))
-    return [
-        Violation(key=key, value=value, rule="needs data.validation", remedy=f"name a source there, or set {key}={off}")
-        for key, value, off in wanted
-        if value != off
-    ]
-
-
-def model_reward_has_a_model(config: RunConfig) -> list[Violation]:
-    """The reward `model` names its folder."""
-    if "reward" not in roles(config) or config.reward.model_path:
-        return []
-    remedy = "add reward.model_path=FOLDER of a sequence-classification model"
-    return [
-        Violation(key="reward.model_path", value="null", rule="must be given with reward.name=model", remedy=remedy)
     ]

@@ -13,58 +13,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from megappo.checkpoint.names import step_name
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.checkpoint import deadline_seconds
+from megappo.config.rollout import PauseMode
 from megappo.config.run import RunConfig
 from megappo.config.trainer import ControllerKind
 from megappo.controller.ahead import SamplingAhead
 from megappo.controller.checkpoints import CheckpointWriter, Restored, load_checkpoint
 from megappo.controller.evaluate import evaluate
+from megappo.controller.observer import LoopObserver
 from megappo.controller.order import engines_take_turns
 from megappo.controller.rollout_files import FinishedStep
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.sampling import StepRollouts
 from megappo.controller.step import Components, StepResult, hand_over, learn, step_metrics
 from megappo.controller.stopping import StopRequest, TimeLimit
-from megappo.data.sampler import PromptSampler
+from megappo.data.sampler import PromptDraws
 from megappo.data.types import Prompt
 from megappo.errors import CheckpointError, DamagedCheckpointError, MegappoError
 from megappo.observability.metrics import Metrics, merge, total, values
 from megappo.observability.run_directory import RunDirectory
 from megappo.observability.timing import PhaseTimer
-
-
-class LoopObserver(Protocol):
-    """Whoever watches the loop: console, trackers, rollout log."""
-
-    def on_phase(self, text: str) -> None:
-        """Something that takes time begins."""
-        ...
-
-    def on_problem(self, text: str) -> None:
-        """Something went wrong that does not end the run."""
-        ...
-
-    def on_start(self, step: int, checkpoint: Path | None) -> bool:
-        """The loop goes on after `step` (0: a new run), from a checkpoint if there is one. Returns whether that step
-        needs no telling any more: it was told of in this run, or is another run's."""
-        ...
-
-    def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
-        """A step is finished; its metrics hold those of the validation after it, if one was due."""
-        ...
-
-    def on_validation(self, step: int, metrics: Metrics, rollouts: ScoredRollouts) -> None:
-        """A validation is finished."""
-        ...
-
-    def on_checkpoint(self, folder: Path) -> None:
-        """A checkpoint is whole."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +67,7 @@ class PPOController:
     """Runs steps until the configured end. Holds no tensors.
 
     Args:
+        validation: the validation sets, by name; a single one is called "".
         resume_from: the checkpoint to go on from, one of the run's own or another one's; None: a new run.
         side_files: further files of every checkpoint, name -> text.
         stop: asks the loop to save and end before its last step.
@@ -104,7 +78,7 @@ class PPOController:
         self,
         parts: Components,
         *,
-        validation: Sequence[Prompt],
+        validation: Mapping[str, Sequence[Prompt]],
         directory: RunDirectory,
         observer: LoopObserver,
         resume_from: Path | None = None,
@@ -224,12 +198,16 @@ class PPOController:
                 sampled = sampled or self.parts.step_sampler.sample(number, step.timer)
                 self._end_if_asked(sampled)
                 self._learn(step, sampled)
-                self._keep(step, None)
+                self._keep(step, lambda: None)
                 self._hand_over(step)
 
     def _run_one_step_off(self) -> None:
         """Sample step k + 1 while step k is learned, hand over between: rollouts are one version old (those of the
-        first step are not). What sampling fails with is raised before the next hop of the step that is learned."""
+        first step are not). What sampling fails with is raised before the next hop of the step that is learned.
+
+        With a `weight_sync.pause` other than `wait`, sampling goes on beside the hand-over, except where something
+        else needs it to have ended: a checkpoint, which holds the next step's rollouts, and validation.
+        """
         ahead = SamplingAhead(self.parts.step_sampler, begun=self._sampled)
         for number in self._numbers():
             with self._step(number, before_hop=ahead.check) as step:
@@ -238,15 +216,19 @@ class PPOController:
                 if number < self.total_steps:
                     ahead.begin(number + 1)
                 self._learn(step, sampled)
-                self._keep(step, ahead.wait(step.timer))
+                if self.parts.config.weight_sync.pause is PauseMode.wait:
+                    ahead.wait(step.timer)
+                self._keep(step, partial(ahead.wait, step.timer))
                 self._hand_over(step)
+                if self._validation and self._is_due(self.parts.config.trainer.test_freq):
+                    ahead.wait(step.timer)
 
     def _numbers(self) -> range:
         return range(self.step + 1, self.total_steps + 1)
 
     @contextmanager
     def _step(self, number: int, *, before_hop: Callable[[], None] | None = None) -> Iterator[_Step]:
-        """Time the body, then end the step. No engine works for the loop then."""
+        """Time the body, then end the step. Where validation is due, no engine works for the loop then."""
 
         def before() -> None:
             self.checkpoints.poll()
@@ -279,28 +261,36 @@ class PPOController:
         step.asleep = bool(sampled.train.sequences)
         self.step = step.number
 
-    def _keep(self, step: _Step, next_step: StepRollouts | None) -> None:
+    def _keep(self, step: _Step, next_step: Callable[[], StepRollouts | None]) -> None:
         """Hop 9: export and save when due, before the hand-over, whose failure must not cost a checkpoint.
 
         Args:
-            next_step: what the next step trains on, where that is sampled already.
+            next_step: waits for what the next step trains on, where that is being sampled.
         """
         trainer = self.parts.config.trainer
         self._time.end_step()
         ending = self._ending() if step.number < self.total_steps or self._stop.reason else None
         exports, saves = self._is_due(trainer.export_hf_freq), self._is_due(trainer.save_freq) or ending is not None
-        if (exports or saves) and not step.asleep and engines_take_turns(self.parts.config):
-            self.parts.rollout.sleep()
-            step.asleep = True
+        sampled = next_step() if saves else None
+        if (exports or saves) and not step.asleep:
+            step.asleep = self._make_room()
         with self.parts.weight_sync.training():
             if exports:
                 with step.timer.phase("export_hf"):
                     self._export()
             if saves:
                 with step.timer.phase("save"):
-                    self.checkpoints.save(step.number, next_step=next_step, finished=step.finished())
+                    self.checkpoints.save(step.number, next_step=sampled, finished=step.finished())
         if ending is not None:
             self._end(ending)
+
+    def _make_room(self) -> bool:
+        """Before something is saved: have engines on the devices of the trainers give up their memory. Returns whether
+        they did."""
+        if not engines_take_turns(self.parts.config):
+            return False
+        self.parts.rollout.sleep()
+        return True
 
     def _hand_over(self, step: _Step) -> None:
         """Hop 10: the engines get the new weights."""
@@ -311,9 +301,15 @@ class PPOController:
         """Run validation, tell the observer and return its metrics; none without validation prompts."""
         if not self._validation:
             return {}
-        metrics, rollouts = evaluate(self.parts, self._validation)
-        self._observer.on_validation(self.step, metrics, rollouts)
-        return metrics
+        evaluation = evaluate(
+            self.parts.config,
+            self._validation,
+            rollout=self.parts.rollout,
+            reward=self.parts.reward,
+            on_answered=self._observer.on_answered,
+        )
+        self._observer.on_validation(self.step, evaluation)
+        return evaluation.metrics
 
     def _export(self) -> None:
         """Write the actor as a Hugging Face folder; it gets its name when it is whole."""
@@ -345,8 +341,7 @@ class PPOController:
         if (reason := self._stop.reason) is None:
             return
         if self.step not in (0, self.checkpoints.saved_step):
-            if engines_take_turns(self.parts.config):
-                self.parts.rollout.sleep()
+            self._make_room()
             with self.parts.weight_sync.training():
                 self.checkpoints.save(self.step, next_step=sampled, finished=None)
         self._end(reason)
@@ -361,7 +356,7 @@ class PPOController:
         return frequency > 0 and (self.step == self.total_steps or self.step % frequency == 0)
 
 
-def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
+def count_steps(config: RunConfig, prompts: PromptDraws) -> int:
     """Return the steps of the whole run: trainer.total_steps, else total_epochs passes over the prompts."""
     return config.trainer.total_steps or config.trainer.total_epochs * prompts.steps_per_epoch
 

@@ -126,7 +126,7 @@ def broken_limits(limits: ParityLimits, level: str, *, mean: float, largest: flo
 
 def _numbers(comparison: StepComparison) -> str:
     compared = int(comparison.gaps.tokens.sum())
-    total = sum(info.response_tokens for info in comparison.sequences)
+    total = sum(info.sampled_tokens for info in comparison.sequences)
     correlation = "" if comparison.pearson_r is None else f", r {comparison.pearson_r:.4f}"
     share = "" if compared == total else f" (of {total:,}; older weights sampled the others)"
     return (

@@ -86,24 +86,29 @@ class _View:
         if not with_tokens:
             return known
         place = int(np.flatnonzero(self.fetched.sequence_ids == info.sequence_id)[0])
-        return known | self._tokens(select(self.fetched, [place]))
+        return known | show_tokens(select(self.fetched, [place]), self.decode)
 
-    def _tokens(self, sequence: Experience) -> dict[str, Any]:  # Any: JSON
-        """Return the tokens of one sequence and what both sides say of those it sampled."""
-        assert sequence.old_log_probs is not None, "the monitor compares where old log-probs are"
-        mask = sequence.response_mask
-        prompt, response = sequence.tokens[~mask].tolist(), sequence.tokens[mask].tolist()
-        rollout, training = sequence.rollout_log_probs[mask], sequence.old_log_probs[mask]
-        size = np.nan_to_num(np.abs(rollout.astype(np.float64) - training), nan=np.inf)
-        return {
-            "prompt": None if self.decode is None else self.decode(prompt),
-            "response": None if self.decode is None else self.decode(response),
-            "prompt_tokens": prompt,
-            "response_tokens": response,
-            "rollout_log_probs": _numbers(rollout),
-            "training_log_probs": _numbers(training),
-            "worst_token": int(size.argmax()),
-        }
+
+def show_tokens(sequence: Experience, decode: Decode | None) -> dict[str, Any]:  # Any: JSON
+    """Return the tokens of one sequence and what both sides say of those it sampled: nothing of what a rollout program
+    put between them."""
+    assert sequence.old_log_probs is not None, "the monitor compares where old log-probs are"
+    start = int(np.append(sequence.response_mask, True).argmax())
+    mask = sequence.response_mask[start:]
+    prompt, response = sequence.tokens[:start].tolist(), sequence.tokens[start:].tolist()
+    rollout, training = (
+        np.where(mask, values[start:], np.nan) for values in (sequence.rollout_log_probs, sequence.old_log_probs)
+    )
+    size = np.where(mask, np.nan_to_num(np.abs(rollout.astype(np.float64) - training), nan=np.inf), 0.0)
+    return {
+        "prompt": None if decode is None else decode(prompt),
+        "response": None if decode is None else decode(response),
+        "prompt_tokens": prompt,
+        "response_tokens": response,
+        "rollout_log_probs": _numbers(rollout),
+        "training_log_probs": _numbers(training),
+        "worst_token": int(size.argmax()) if len(size) else 0,
+    }
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:

@@ -7,7 +7,7 @@ Implementations: `megappo.cluster` (Ray) and `tests/fakes` (one process).
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from megappo.batch.stages import BegunBatch, Experience, RolloutBatch, TokenFiel
 from megappo.checkpoint.manifest import FileRecord
 from megappo.config.rollout import SamplingConfig
 from megappo.data.types import Prompt
-from megappo.observability.metrics import Metrics
+from megappo.observability.metrics import Metrics, Stat
 from megappo.rewards.types import Reward, Sample
 
 
@@ -34,16 +34,26 @@ class SequenceInfo:
     group_id: int
     prompt_tokens: int
     response_tokens: int
+    """Everything after the prompt."""
     finish_reason: str
     policy_version: int
     """Oldest version of the weights that sampled one of its tokens."""
     row: int
     """Row of the prompt in its source."""
+    observation_tokens: int = 0
+    """Response tokens that were not sampled: a rollout program put them between."""
+    counts: dict[str, float] = field(default_factory=dict[str, float])
+    """What a rollout program has counted, by name."""
 
     @property
     def length(self) -> int:
         """Tokens of the sequence, prompt included."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Response tokens that were sampled."""
+        return self.response_tokens - self.observation_tokens
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -134,16 +144,43 @@ class RolloutClient(Protocol):
         ...
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ScoredGroups:
+    """What became of the groups of one generation."""
+
+    rewards: dict[int, Reward]
+    """By sequence id; one whose `failure` is not None has no score."""
+    samples: dict[int, Sample]
+    """Texts of the first few groups, by sequence id, for the rollout log."""
+    busy_s: float = 0.0
+    """Seconds in which the process that scored longest did so."""
+    metrics: Metrics = field(default_factory=dict[str, Stat])
+
+
+class Scoring(Protocol):
+    """The scoring of one generation."""
+
+    def submit(self, group: FinishedGroup) -> None:
+        """Start scoring; returns at once. Raises as `collect`, when that is known already."""
+        ...
+
+    def collect(self) -> ScoredGroups:
+        """Wait for all submitted groups; called once.
+
+        Raises:
+            RewardError: a reward failed and `reward.on_failure` is `stop`.
+            DataError: likewise, and the reward refuses the data row.
+            WorkerError: a scoring process cannot go on.
+        """
+        ...
+
+
 class RewardClient(Protocol):
     """Scoring beside generation."""
 
-    def submit(self, group: FinishedGroup) -> None:
-        """Start scoring; returns at once."""
-        ...
-
-    def collect(self) -> tuple[dict[int, Reward], dict[int, Sample]]:
-        """Wait for all submitted groups. Returns rewards by sequence id, and the samples of the first few groups
-        (for the rollout log). Raises WorkerError when scoring fails."""
+    def begin(self, *, all_texts: bool = False) -> Scoring:
+        """Return a handle for the groups of one generation. With `all_texts`, their samples come back from all of them,
+        not from the first few."""
         ...
 
 

@@ -1,6 +1,7 @@
 """The folder of a recorded step: `<run>/records/step_000012/`, all that `megappo replay` needs but the weights.
 
-    record.json     why, layouts, metrics of each phase, where the weights are; size and checksum of the other files
+    record.json     why, layouts, metrics of each phase, where the weights are; size and checksum of the other files,
+                    and its own
     fields.npz      numbers of every token and sequence, in the order of the shards
     sequences.json  what the controller knew of each sequence, in the same order
     requests.json   what actor and critic were told to do in the update
@@ -28,19 +29,20 @@ from megappo.batch.fields import arrays_of
 from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest, Whitening
 from megappo.batch.stages import Experience, TokenField
 from megappo.checkpoint.health import file_problem
-from megappo.checkpoint.manifest import FileRecord, record_files
+from megappo.checkpoint.manifest import FileRecord, digest_of, record_files
+from megappo.checkpoint.reading import read_arrays, read_object, readable
 from megappo.controller.ports import SequenceInfo
 from megappo.errors import RecordError
 from megappo.observability.metrics import Metrics, pack, unpack
 from megappo.observability.run_directory import write_atomically
-from megappo.observability.versions import package_versions
+from megappo.observability.versions import VERSIONS_FILE, package_versions
 from megappo.rewards.types import Reward
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS = "weights"
 """Folder of exported weights inside a record."""
 _RECORD, _FIELDS, _SEQUENCES, _REQUESTS = "record.json", "fields.npz", "sequences.json", "requests.json"
-_CONFIG, _VERSIONS = "config.yaml", "versions.json"
+_CONFIG = "config.yaml"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -105,7 +107,7 @@ def write_record(aside: Path, final: Path, record: StepRecord, *, extra: Mapping
     Raises:
         OSError: the disk refuses.
     """
-    written = [aside / name for name in (_FIELDS, _SEQUENCES, _REQUESTS, _CONFIG, _VERSIONS, *extra)]
+    written = [aside / name for name in (_FIELDS, _SEQUENCES, _REQUESTS, _CONFIG, VERSIONS_FILE, *extra)]
     arrays = {f"experience.{name}": value for name, value in arrays_of(record.experience).items()}
     arrays |= {"token_rewards": record.token_rewards.values, "current": record.current}
     np.savez(aside / _FIELDS, allow_pickle=False, **arrays)
@@ -114,12 +116,12 @@ def write_record(aside: Path, final: Path, record: StepRecord, *, extra: Mapping
         _SEQUENCES: _dump(sequences),
         _REQUESTS: _dump({role: [asdict(part) for part in parts] for role, parts in record.requests.items()}),
         _CONFIG: record.config,
-        _VERSIONS: _dump(package_versions()),
+        VERSIONS_FILE: _dump(package_versions()),
         **extra,
     }
     for name, text in texts.items():
         (aside / name).write_text(text, encoding="utf-8")
-    about = {
+    about: dict[str, Any] = {  # Any: JSON
         "format": FORMAT,
         "step": record.step,
         "reasons": record.reasons,
@@ -132,7 +134,9 @@ def write_record(aside: Path, final: Path, record: StepRecord, *, extra: Mapping
         "weights": {role: asdict(reference) for role, reference in record.weights.items()},
         "files": [asdict(file) for file in record_files(aside, written)],
     }
-    write_atomically(aside / _RECORD, _dump(about))
+    # As it will be read: keys are text, and what is not finite, too.
+    content = json.loads(_dump(about))
+    write_atomically(aside / _RECORD, _dump(content | {"digest": digest_of(content)}))
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
 
@@ -144,21 +148,17 @@ def read_record(folder: Path) -> StepRecord:
         RecordError: no record, another format, or a file is missing or damaged; names it.
     """
     about = _read_about(folder)
-    try:
+    with readable(folder / _RECORD, RecordError):
         return _record_of(folder, about)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise RecordError(f"{folder / _RECORD} is damaged: {reason} (copy the folder again)") from error
 
 
 def _record_of(folder: Path, about: dict[str, Any]) -> StepRecord:  # Any: JSON
     _check_files(folder, about["files"])
-    with np.load(folder / _FIELDS, allow_pickle=False) as arrays:
-        found = {name: cast(np.ndarray, arrays[name]) for name in arrays.files}
+    found = read_arrays(folder / _FIELDS, RecordError)
     experience = Experience(
         **{name.removeprefix("experience."): array for name, array in found.items() if name.startswith("experience.")}
     )
-    rows = _load(folder / _SEQUENCES)
+    rows = json.loads((folder / _SEQUENCES).read_text(encoding="utf-8"))
     names = {declared.name for declared in fields(SequenceInfo)}
     return StepRecord(
         step=about["step"],
@@ -174,7 +174,7 @@ def _record_of(folder: Path, about: dict[str, Any]) -> StepRecord:  # Any: JSON
         current=found["current"],
         shards=about["shards"],
         kl_coef=float(about["kl_coef"]),
-        requests={role: [_request(part) for part in parts] for role, parts in _load(folder / _REQUESTS).items()},
+        requests={role: [_request(part) for part in parts] for role, parts in read_object(folder / _REQUESTS).items()},
         metrics={phase: unpack(numbers) for phase, numbers in about["metrics"].items()},
         layouts={role: RankLayout(**layout) for role, layout in about["layouts"].items()},
         weights={role: WeightsReference(**reference) for role, reference in about["weights"].items()},
@@ -189,14 +189,14 @@ def _read_about(folder: Path) -> dict[str, Any]:  # Any: JSON
             f"{folder} is no record of a step: it holds no {_RECORD} (give a folder such as "
             "runs/NAME/records/step_000012; one that ends in .writing was never finished)"
         )
-    about = cast(dict[str, Any], _load(path))
-    if not isinstance(about, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # what the file holds is not known
-        raise RecordError(f"{path} is damaged: it is no JSON object (copy the folder again)")
+    about = read_object(path, RecordError)
     if about.get("format") != FORMAT:
         raise RecordError(
             f"{path} has format {about.get('format')!r}, this megappo {__version__} reads format {FORMAT} "
-            f"(replay it with the megappo that wrote it: {folder / _VERSIONS} says which)"
+            f"(replay it with the megappo that wrote it: {folder / VERSIONS_FILE} says which)"
         )
+    if about.pop("digest", None) != digest_of(about):
+        raise RecordError(f"{path} is damaged: its digest is that of another content (copy the folder again)")
     return about
 
 
@@ -234,13 +234,6 @@ def _request(part: Mapping[str, Any]) -> UpdateRequest:  # Any: JSON
 
 def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:  # Any: JSON
     return {name: float(value) for name, value in numbers.items()}
-
-
-def _load(path: Path) -> Any:  # Any: JSON
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read: {error} (copy the folder again)") from error
 
 
 def _dump(value: object) -> str:

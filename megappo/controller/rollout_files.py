@@ -20,10 +20,10 @@ import numpy as np
 
 from megappo.batch.fields import PackedBatch, arrays_of, concat, empty
 from megappo.batch.stages import BegunBatch, RolloutBatch
+from megappo.checkpoint.reading import read_arrays, read_object, readable
 from megappo.controller.ports import HeldRollouts, SequenceInfo
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.sampling import StepRollouts
-from megappo.errors import CheckpointError
 from megappo.observability.metrics import Metrics, pack, unpack
 from megappo.observability.run_directory import write_atomically, write_file
 from megappo.rewards.types import Reward, Sample
@@ -97,30 +97,28 @@ def read_rollouts(folder: Path) -> tuple[ScoredRollouts, StepRollouts | None, He
     Raises:
         CheckpointError: a file cannot be read.
     """
-    about = _read_json(folder / "waiting.json")
+    waiting = folder / "waiting.json"
+    with readable(waiting):
+        about = read_object(waiting)
+        ahead = about["next_step"]
+        carried, next_step = _open_scored(about["carried"]), None if ahead is None else _open_ahead(ahead)
     batches = [_read_batch(path, RolloutBatch) for path in sorted(folder.glob("tokens_*.npz"))]
     begun = folder / "begun.npz"
     held = HeldRollouts(
         complete=concat(batches or [empty(RolloutBatch)]),
         begun=_read_batch(begun, BegunBatch) if begun.exists() else empty(BegunBatch),
     )
-    ahead = about["next_step"]
-    return _open_scored(about["carried"]), None if ahead is None else _open_ahead(ahead), held
+    return carried, next_step, held
 
 
 def read_step(folder: Path) -> FinishedStep | None:
     """Return the finished step of the checkpoint, None before the first. Raises CheckpointError as `read_rollouts`."""
-    if not (folder / "step.json").exists():
+    path = folder / "step.json"
+    if not path.exists():
         return None
-    about = _read_json(folder / "step.json")
-    return FinishedStep(metrics=unpack(about["metrics"]), trained=_open_scored(about["trained"]))
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    with readable(path):
+        about = read_object(path)
+        return FinishedStep(metrics=unpack(about["metrics"]), trained=_open_scored(about["trained"]))
 
 
 def _write_batch(path: Path, batch: PackedBatch) -> None:
@@ -129,19 +127,16 @@ def _write_batch(path: Path, batch: PackedBatch) -> None:
 
 
 def _read_batch(path: Path, batch_type: type[Packed]) -> Packed:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            batch = batch_type(**arrays)
+    with readable(path):
+        batch = batch_type(**read_arrays(path))
         batch.validate()
-    except (OSError, ValueError, TypeError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return batch
+        return batch
 
 
 def _pack_scored(rollouts: ScoredRollouts) -> Json:
     return {
         "sequences": [asdict(info) for info in rollouts.sequences],
-        "rewards": [[float(reward.score), _floats(reward.parts)] for reward in rollouts.rewards],
+        "rewards": [[float(reward.score), _floats(reward.parts), reward.failure] for reward in rollouts.rewards],
         # Without extra columns of the data row, which only rewards read.
         "samples": {key: asdict(replace(sample, extra={})) for key, sample in rollouts.samples.items()},
         "greedy_scores": _floats(rollouts.greedy_scores),
@@ -156,7 +151,7 @@ def _floats(numbers: Mapping[Any, float]) -> Json:
 def _open_scored(packed: Json) -> ScoredRollouts:
     return ScoredRollouts(
         sequences=[SequenceInfo(**info) for info in packed["sequences"]],
-        rewards=[Reward(score=score, parts=parts) for score, parts in packed["rewards"]],
+        rewards=[Reward(score=score, parts=parts, failure=failure) for score, parts, failure in packed["rewards"]],
         samples={int(key): Sample(**sample) for key, sample in packed["samples"].items()},
         greedy_scores={int(key): score for key, score in packed["greedy_scores"].items()},
     )

@@ -3,6 +3,8 @@
 Shapes: B sequences.
 """
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +16,7 @@ from megappo.controller.ports import Draw, RewardClient, RolloutClient, Sequence
 from megappo.controller.state import DrawIds
 from megappo.data.types import Prompt
 from megappo.errors import EngineError
-from megappo.observability.metrics import Metrics, maximum, mean, total
+from megappo.observability.metrics import Metrics, Stat, maximum, mean, merge, total
 from megappo.observability.timing import PhaseTimer
 from megappo.rewards.types import Reward, Sample
 
@@ -28,12 +30,24 @@ class ScoredRollouts:
     samples: dict[int, Sample]
     """Texts of the first few groups, by sequence id."""
     greedy_scores: dict[int, float] = field(default_factory=dict[int, float])
-    """Group id -> score of the greedy answer to its prompt, where one was asked for."""
+    """Group id -> score of the greedy answer to its prompt, where one was asked for; NaN: its reward failed."""
+    scoring: Metrics = field(default_factory=dict[str, Stat])
+    """How the scoring of a generation went: of all its sequences, so part of no selection."""
 
     def select(self, groups: Collection[int]) -> "ScoredRollouts":
         """Return the sequences of some groups, and nothing of the others."""
-        chosen = [index for index, info in enumerate(self.sequences) if info.group_id in groups]
+        return self._only([index for index, info in enumerate(self.sequences) if info.group_id in groups])
+
+    def without_failed(self) -> "ScoredRollouts":
+        """Return the sequences that have a score; a group whose greedy answer has none leaves as a whole."""
+        scored = [index for index, reward in enumerate(self.rewards) if reward.failure is None]
+        if self.greedy_scores:
+            scored = [index for index in scored if not math.isnan(self.greedy_scores[self.sequences[index].group_id])]
+        return replace(self._only(scored), scoring=self.scoring)
+
+    def _only(self, chosen: Sequence[int]) -> "ScoredRollouts":
         sequences = [self.sequences[index] for index in chosen]
+        groups = {info.group_id for info in sequences}
         shown = self.samples.keys() & {info.sequence_id for info in sequences}
         return ScoredRollouts(
             sequences=sequences,
@@ -46,7 +60,7 @@ class ScoredRollouts:
         """Return the scores of the non-empty sequences of each group; none for a group of empty ones."""
         found: dict[int, list[float]] = {info.group_id: [] for info in self.sequences}
         for info, reward in zip(self.sequences, self.rewards):
-            if info.response_tokens > 0:
+            if info.sampled_tokens > 0:
                 found[info.group_id].append(reward.score)
         return found
 
@@ -74,8 +88,13 @@ class ScoredRollouts:
 
     @property
     def response_lengths(self) -> np.ndarray:
-        """Sampled tokens per sequence, [B] int64."""
+        """Tokens after the prompt per sequence, [B] int64."""
         return np.array([info.response_tokens for info in self.sequences], dtype=np.int64)
+
+    @property
+    def sampled_lengths(self) -> np.ndarray:
+        """The sampled ones of them, [B] int64."""
+        return np.array([info.sampled_tokens for info in self.sequences], dtype=np.int64)
 
     @property
     def policy_versions(self) -> np.ndarray:
@@ -98,7 +117,7 @@ def sequence_inputs(rollouts: ScoredRollouts, scores: np.ndarray) -> SequenceInp
         scores=scores,
         sequence_ids=np.array([info.sequence_id for info in rollouts.sequences], dtype=np.int64),
         group_ids=rollouts.group_ids,
-        response_tokens=rollouts.response_lengths,
+        response_tokens=rollouts.sampled_lengths,
         parts=[reward.parts for reward in rollouts.rewards],
         greedy_scores=rollouts.greedy_baseline,
     )
@@ -126,7 +145,8 @@ def split_greedy(rollouts: ScoredRollouts, greedy: Mapping[int, Draw]) -> Scored
     """Take the greedy answers out of the sequences; their scores become `greedy_scores`."""
     scores = {info.group_id: reward.score for info, reward in zip(rollouts.sequences, rollouts.rewards)}
     sampled = rollouts.select({info.group_id for info in rollouts.sequences} - {d.group_id for d in greedy.values()})
-    return replace(sampled, greedy_scores={group: scores[draw.group_id] for group, draw in greedy.items()})
+    baselines = {group: scores[draw.group_id] for group, draw in greedy.items()}
+    return replace(sampled, greedy_scores=baselines, scoring=rollouts.scoring)
 
 
 def generate_and_score(
@@ -143,22 +163,49 @@ def generate_and_score(
 
     Raises:
         EngineError: an engine failed, or some groups never came back.
-        WorkerError: scoring failed.
+        MegappoError: scoring failed, see `Scoring`.
     """
     sequences: list[SequenceInfo] = []
+    scoring = reward.begin()
     with timer.phase("generate"):
         for group in rollout.generate(draws, sampling, seed=seed, wanted=wanted):
-            reward.submit(group)
+            scoring.submit(group)
             sequences += group.sequences
     missing = {draw.group_id for draw in draws} - {info.group_id for info in sequences}
     if len(draws) - len(missing) < (len(draws) if wanted is None else wanted):
         raise EngineError(f"{len(missing)} of {len(draws)} groups never came back from the engines: {sorted(missing)}")
+    waited = -timer.seconds("score")
     with timer.phase("score"):
-        rewards, samples = reward.collect()
+        scored = scoring.collect()
+    waited += timer.seconds("score")
     sequences.sort(key=lambda info: info.sequence_id)
+    rewards = [scored.rewards[info.sequence_id] for info in sequences]
     return ScoredRollouts(
-        sequences=sequences, rewards=[rewards[info.sequence_id] for info in sequences], samples=samples
+        sequences=sequences,
+        rewards=rewards,
+        samples=scored.samples,
+        scoring=merge([scored.metrics, failure_metrics(rewards), hidden_time(scored.busy_s, waited)]),
     )
+
+
+def failure_metrics(rewards: Sequence[Reward]) -> Metrics:
+    """Count the sequences whose reward failed, by kind; greedy answers count, too."""
+    kinds = Counter(reward.failure for reward in rewards if reward.failure is not None)
+    by_kind = {f"reward/failed/{kind}": total(count) for kind, count in sorted(kinds.items())}
+    return {"reward/failed": total(kinds.total())} | by_kind
+
+
+def hidden_time(busy_s: float, waited_s: float) -> Metrics:
+    """Tell how much of the time that scoring took was hidden behind generation.
+
+    Args:
+        busy_s: seconds in which the longest process scored.
+        waited_s: seconds that the step waited for scores when generation was over.
+    """
+    if busy_s <= 0:
+        return {}
+    hidden = max(0.0, busy_s - waited_s)
+    return {"timing/reward_s": total(busy_s), "perf/reward_hidden_ratio": mean(hidden, busy_s)}
 
 
 def join(parts: Sequence[ScoredRollouts]) -> ScoredRollouts:
@@ -170,6 +217,7 @@ def join(parts: Sequence[ScoredRollouts]) -> ScoredRollouts:
         rewards=[reward for _, reward in pairs],
         samples={key: sample for part in parts for key, sample in part.samples.items()},
         greedy_scores={key: score for part in parts for key, score in part.greedy_scores.items()},
+        scoring=merge(part.scoring for part in parts),
     )
 
 
@@ -187,7 +235,24 @@ def rollout_metrics(rollouts: ScoredRollouts) -> Metrics:
     for reward in rollouts.rewards:
         for name, value in reward.parts.items():
             parts.setdefault(name, []).append(value)
-    return metrics | {f"reward/{name}/mean": mean(sum(found), len(found)) for name, found in parts.items()}
+    named = {f"reward/{name}/mean": mean(sum(found), len(found)) for name, found in parts.items()}
+    return metrics | named | program_metrics(rollouts) | rollouts.scoring
+
+
+def program_metrics(rollouts: ScoredRollouts) -> Metrics:
+    """Tell what rollout programs did: their own counts, and tokens that the policy sampled and others; nothing where
+    engines answer prompts directly."""
+    counts: dict[str, list[float]] = {}
+    for info in rollouts.sequences:
+        for name, value in info.counts.items():
+            counts.setdefault(name, []).append(value)
+    if not counts:
+        return {}
+    number, sampled = len(rollouts.sequences), float(rollouts.sampled_lengths.sum())
+    return {
+        "rollout/sampled_tokens/mean": mean(sampled, number),
+        "rollout/observation_tokens/mean": mean(float(rollouts.response_lengths.sum()) - sampled, number),
+    } | {f"rollout/agent/{name}/mean": mean(sum(found), len(found)) for name, found in sorted(counts.items())}
 
 
 def partial_metrics(complete: ScoredRollouts, begun: Collection[int], *, unfinished: int) -> Metrics:

@@ -4,15 +4,18 @@ One generation does, unless dynamic sampling drops groups: then there are severa
 and are the first of the next one:
 - groups that are complete and not needed yet wait, scored, with their engines;
 - unfinished groups (`rollout.partial`) go on from what their engines keep of them, under the same ids.
+A sequence whose reward failed leaves its group here (`reward.on_failure=drop`), so that groups may be of unequal sizes;
+a group that has none left leaves the step, as does one whose greedy answer has no score.
 A checkpoint holds both with their tokens (`controller.rollout_files`), so a resumed run goes on with exactly these.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megappo.algo.advantages import signal_by_group
 from megappo.algo.dynamic_sampling import SamplingDecision, SamplingOutcome, decide_sampling, prompts_to_draw
 from megappo.config.algorithm_declarations import reads_greedy_scores
+from megappo.config.reward import FailedReward
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, RewardClient, RolloutClient
 from megappo.controller.rollouts import (
@@ -27,9 +30,9 @@ from megappo.controller.rollouts import (
     split_greedy,
 )
 from megappo.controller.state import DrawIds, DrawPosition, OpenDraw
-from megappo.data.sampler import PromptSampler
-from megappo.errors import MegappoError
-from megappo.observability.metrics import Metrics, mean, total
+from megappo.data.sampler import PromptDraws
+from megappo.errors import MegappoError, RewardError
+from megappo.observability.metrics import Metrics, total
 from megappo.observability.timing import PhaseTimer
 
 
@@ -63,7 +66,7 @@ class StepSampler:
     """Draws, generates and scores what a step trains on. One thread at a time may use it."""
 
     def __init__(
-        self, config: RunConfig, *, prompts: PromptSampler, rollout: RolloutClient, reward: RewardClient
+        self, config: RunConfig, *, prompts: PromptDraws, rollout: RolloutClient, reward: RewardClient
     ) -> None:
         self._config = config
         self._prompts = prompts
@@ -94,7 +97,12 @@ class StepSampler:
             next_sequence_id=self._ids.next_sequence_id,
             sampler=self._prompts.state_dict(),
             open_draws=[
-                OpenDraw(row=draw.prompt.row, group_id=group_id, sequence_ids=draw.sequence_ids)
+                OpenDraw(
+                    row=draw.prompt.row,
+                    origin=draw.prompt.origin,
+                    group_id=group_id,
+                    sequence_ids=draw.sequence_ids,
+                )
                 for group_id, draw in sorted(self._open.items())
             ],
         )
@@ -112,9 +120,11 @@ class StepSampler:
         position, self._carried = state.position, state.carried
         self._prompts.load_state_dict(position.sampler)
         self._ids = DrawIds(next_group_id=position.next_group_id, next_sequence_id=position.next_sequence_id)
-        prompts = self._prompts.of_rows([draw.row for draw in position.open_draws])
+        prompts = self._prompts.find([(draw.origin, draw.row) for draw in position.open_draws])
         self._open = {
-            draw.group_id: Draw(group_id=draw.group_id, prompt=prompts[draw.row], sequence_ids=draw.sequence_ids)
+            draw.group_id: Draw(
+                group_id=draw.group_id, prompt=prompts[draw.origin, draw.row], sequence_ids=draw.sequence_ids
+            )
             for draw in position.open_draws
         }
         complete = self._carried.scores_by_group().keys()
@@ -127,7 +137,8 @@ class StepSampler:
         Raises:
             SamplingExhaustedError: dynamic sampling ran out of rounds and is configured to stop.
             EngineError: see `generate_and_score`.
-            WorkerError: scoring failed.
+            RewardError: so many rewards failed that nothing of the step is left.
+            MegappoError: scoring failed, see `controller.ports.Scoring`.
         """
         config, target = self._config.algorithm.sampling, self._config.batching.prompts_per_step
         begun, found, fresh, rounds = set(self._open), self._carried, join([]), 0
@@ -141,7 +152,9 @@ class StepSampler:
                 break
             missing = decision.refill
         train = self._settle(found, decision)
-        metrics = self._metrics(fresh if fresh.sequences else train, decision, rounds)
+        if rounds and not train.sequences and not fresh.sequences:
+            raise _nothing_left(fresh.scoring)
+        metrics = self._metrics(fresh if fresh.sequences else train, decision, rounds) | fresh.scoring
         if self._config.rollout.partial.extra_prompts:
             metrics |= partial_metrics(fresh, begun, unfinished=len(self._unfinished))
         return StepRollouts(train=train, forget=self._dropped(train), metrics=metrics)
@@ -176,7 +189,7 @@ class StepSampler:
         return found.select(set() if waits else set(decision.kept))
 
     def _metrics(self, sampled: ScoredRollouts, decision: SamplingDecision, rounds: int) -> Metrics:
-        metrics = rollout_metrics(sampled) | {"data/epoch": mean(self._prompts.epoch, 1)}
+        metrics = rollout_metrics(sampled) | self._prompts.metrics()
         dynamic, partial = self._config.algorithm.sampling.max_rounds > 0, self._config.rollout.partial.extra_prompts
         if dynamic:
             metrics["rollout/sampling_rounds"] = total(rounds)
@@ -195,7 +208,8 @@ class StepSampler:
     def _generate(self, count: int, timer: PhaseTimer, *, seed: int) -> ScoredRollouts:
         """Answer prompts, unfinished ones first, until `count` groups or a few more are complete."""
         config, extra = self._config, self._config.rollout.partial.extra_prompts
-        draws = [*self._unfinished, *self._draw(max(0, count + extra - len(self._unfinished)))]
+        with timer.phase("draw"):
+            draws = [*self._unfinished, *self._draw(max(0, count + extra - len(self._unfinished)))]
         greedy = add_greedy(draws, self._ids) if reads_greedy_scores(config.algorithm) else {}
         self._open |= {draw.group_id: draw for draw in draws}
         self._held.update(sequence_id for draw in (*draws, *greedy.values()) for sequence_id in draw.sequence_ids)
@@ -210,8 +224,28 @@ class StepSampler:
         )
         complete = {info.group_id for info in rollouts.sequences}
         self._unfinished = [draw for draw in draws if draw.group_id not in complete]
-        return split_greedy(rollouts, greedy) if greedy else rollouts
+        sampled = split_greedy(rollouts, greedy) if greedy else rollouts
+        sampled = self._drop_failed(sampled) if config.reward.on_failure is FailedReward.drop else sampled
+        scores_of = sampled.scores_by_group()
+        self._prompts.observe([(self._open[group].prompt, scores) for group, scores in scores_of.items() if scores])
+        return sampled
+
+    def _drop_failed(self, sampled: ScoredRollouts) -> ScoredRollouts:
+        """Leave out the sequences without a score, and tell of the groups that left with them."""
+        left = sampled.without_failed()
+        gone = len(sampled.scores_by_group()) - len(left.scores_by_group())
+        return replace(left, scoring=left.scoring | {"reward/failed_groups": total(gone)})
 
     def _draw(self, count: int) -> Sequence[Draw]:
         prompts = self._prompts.next(count)
         return draw_prompts(prompts, self._ids, num_samples=self._config.batching.samples_per_prompt)
+
+
+def _nothing_left(scoring: Metrics) -> RewardError:
+    prefix = "reward/failed/"
+    found = {name.removeprefix(prefix): int(stat.total) for name, stat in scoring.items() if name.startswith(prefix)}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.items())
+    return RewardError(
+        f"nothing of the step can be trained on: {sum(found.values())} rewards failed ({kinds}) "
+        "(the first failure of each kind is in the logs; mend the reward, then resume with trainer.resume=auto)"
+    )

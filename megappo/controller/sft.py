@@ -3,72 +3,143 @@
 Shapes: N packed tokens, B sequences.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from megappo.batch.fields import select
+from megappo.balance.schedule import build_batch_schedule
+from megappo.balance.workload import Workload
+from megappo.batch.fields import Packed, select
 from megappo.batch.refs import Ref
 from megappo.batch.requests import MiniBatch, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch
 from megappo.config.batching import BatchingConfig
-from megappo.config.record import SftConfig
-from megappo.controller.ports import ActorClient
+from megappo.controller.ports import ActorClient, Plan, Shard
+from megappo.controller.saving import SavedModel
 from megappo.controller.schedules import plan_for_layout
-from megappo.errors import DataError
-from megappo.observability.metrics import Metrics, values
+from megappo.observability.metrics import Metrics, mean, total
 
-_LOSS_MEMORY = 0.9
-"""Weight of the past in the running mean that `sft.stop_loss` is held against."""
+
+class Put(Protocol):
+    """Makes a handle of a batch that the driver made, for the ranks to fetch."""
+
+    def __call__(self, batch: Packed, /) -> Ref[Packed]: ...
+
+
+_POLICY_LOSS = "actor/policy_loss"
+_UNUSED = (_POLICY_LOSS, "actor/loss/", "actor/first_step/", "actor/approx_kl")
+"""How metrics of the update begin that say the same as others here, or nothing."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class SftStep:
-    """What is told of one supervised step."""
+class _Spread:
+    """Who computes which sequences of a batch, and when."""
 
-    step: int
-    loss: float
-    """Mean cross-entropy of the batch, nats per answer token."""
-    running_loss: float
-    metrics: dict[str, float]
+    parts: list[list[int]]
+    """[data rank] -> positions."""
+    plan: list[list[list[int]]]
+    """[data rank][micro-batch] -> positions."""
 
 
-def run_sft(
-    pairs: RolloutBatch,
-    config: SftConfig,
-    *,
-    actor: ActorClient,
-    put: Callable[[Experience], Ref[Experience]],
-    batching: BatchingConfig,
-    seed: int,
-) -> Iterator[SftStep]:
-    """Train until `max_steps` or until the running loss is below `stop_loss`; yields every step.
+class SftTask:
+    """Port `SupervisedTask`: cross-entropy of the tokens on the response mask.
+
+    The loss of a step is the mean over the trained tokens of all its rows, so neither data parallelism nor the cut into
+    micro-batches changes it.
 
     Args:
-        pairs: prompt and answer of every row; the response mask is on the answer and its end token.
-        put: makes a handle of one shard's experience.
+        rows: the training rows; sequence ids are positions.
+        held_out: rows to measure only; None: there are none.
+        workload: what a sequence costs.
     """
-    if pairs.num_sequences < config.batch_size:
-        raise DataError(
-            f"sft: {pairs.num_sequences} pairs are fewer than one batch of {config.batch_size} "
-            "(give more rows, or lower sft.batch_size)"
+
+    loss = "sft/loss"
+
+    def __init__(
+        self,
+        rows: RolloutBatch,
+        held_out: RolloutBatch | None,
+        *,
+        actor: ActorClient,
+        put: Put,
+        batching: BatchingConfig,
+        workload: Workload,
+    ) -> None:
+        self._rows = rows
+        self._held_out = held_out
+        self._actor = actor
+        self._put = put
+        self._batching = batching
+        self._workload = workload
+        self._measuring: tuple[list[Shard], Plan] | None = None
+        """The held-out rows, sent once."""
+
+    @property
+    def models(self) -> Mapping[str, SavedModel]:
+        """The actor."""
+        return {"actor": self._actor}
+
+    def update(self, rows: np.ndarray) -> Metrics:
+        """Take one optimizer step on these rows."""
+        experience = _supervised(select(self._rows, rows))
+        spread = self._spread(experience.lengths, experience.sequence_ids)
+        tokens = int(experience.loss_mask.sum())
+        ids = experience.sequence_ids
+        requests: list[UpdateRequest] = []
+        for micro_batches in spread.plan:
+            named = _named(micro_batches, ids)
+            weights = {sequence_id: 1.0 / tokens for chosen in named for sequence_id in chosen}
+            requests.append(UpdateRequest(mini_batches=[MiniBatch(micro_batches=named, loss_weights=weights)]))
+        measured = self._actor.update([self._put(select(experience, part)) for part in spread.parts], requests)
+        kept = {name: stat for name, stat in measured.items() if not name.startswith(_UNUSED)}
+        return kept | {self.loss: measured[_POLICY_LOSS], "sft/loss_tokens": total(tokens)}
+
+    def validate(self) -> Metrics:
+        """Measure the cross-entropy of the held-out rows."""
+        if self._held_out is None:
+            return {}
+        if self._measuring is None:
+            self._measuring = self._send(self._held_out)
+        fields, _ = self._actor.compute_log_probs(*self._measuring)
+        found = self._actor.read_sequences(fields, self._held_out.sequence_ids.tolist())
+        return {
+            "sft/val_loss": mean(-float(found.values.sum(dtype=np.float64)), int(self._held_out.response_mask.sum()))
+        }
+
+    def _send(self, rows: RolloutBatch) -> tuple[list[Shard], Plan]:
+        spread = self._spread(rows.lengths, rows.sequence_ids)
+        shards = [
+            Shard(sequence_ids=rows.sequence_ids[part].tolist(), pieces=[self._put(select(rows, part))])
+            for part in spread.parts
+        ]
+        return shards, [_named(micro_batches, rows.sequence_ids) for micro_batches in spread.plan]
+
+    def _spread(self, lengths: np.ndarray, ids: np.ndarray) -> _Spread:
+        """Deal sequences to the data-parallel ranks, and cut each rank's into micro-batches."""
+        layout, batching = self._actor.layout, self._batching
+        schedule = build_batch_schedule(
+            lengths,
+            ids,
+            num_shards=layout.data,
+            num_mini_batches=1,
+            balance=batching.balance,
+            keep_groups=False,
+            cost=self._workload,
         )
-    order = np.random.default_rng(seed)
-    running: float | None = None
-    for step in range(1, config.max_steps + 1):
-        chosen = order.choice(pairs.num_sequences, size=config.batch_size, replace=False)
-        experience = _supervised(select(pairs, np.sort(chosen)))
-        metrics = values(_update(actor, experience, batching, put))
-        loss = metrics["actor/policy_loss"]
-        running = loss if running is None else _LOSS_MEMORY * running + (1 - _LOSS_MEMORY) * loss
-        yield SftStep(step=step, loss=loss, running_loss=running, metrics=metrics)
-        if config.stop_loss is not None and running < config.stop_loss:
-            return
+        parts = schedule.shards
+        plan = plan_for_layout(parts, lengths, layout=layout, batching=batching, workload=self._workload)
+        return _Spread(parts=parts, plan=plan)
+
+
+def _named(micro_batches: Sequence[Sequence[int]], ids: np.ndarray) -> list[list[int]]:
+    """Return sequence ids for positions."""
+    return [ids[np.asarray(positions, np.int64)].tolist() for positions in micro_batches]
 
 
 def _supervised(batch: RolloutBatch) -> Experience:
-    """Return pairs as experience with advantage 1 on the answer tokens."""
+    """Return rows as experience with advantage 1 on the tokens to train on."""
     return Experience(
         offsets=batch.offsets,
         tokens=batch.tokens,
@@ -79,22 +150,3 @@ def _supervised(batch: RolloutBatch) -> Experience:
         loss_mask=batch.response_mask,
         advantages=batch.response_mask.astype(np.float32),
     )
-
-
-def _update(
-    actor: ActorClient,
-    experience: Experience,
-    batching: BatchingConfig,
-    put: Callable[[Experience], Ref[Experience]],
-) -> Metrics:
-    """Run one optimizer step on one mini-batch, dealt over the data-parallel ranks."""
-    ranks = [list(range(rank, experience.num_sequences, actor.layout.data)) for rank in range(actor.layout.data)]
-    plan = plan_for_layout(ranks, experience.lengths, layout=actor.layout, batching=batching)
-    weight = 1.0 / float(experience.loss_mask.sum())
-    ids = experience.sequence_ids
-    requests: list[UpdateRequest] = []
-    for micro_batches in plan:
-        named = [[int(ids[position]) for position in positions] for positions in micro_batches]
-        weights = {sequence_id: weight for positions in named for sequence_id in positions}
-        requests.append(UpdateRequest(mini_batches=[MiniBatch(micro_batches=named, loss_weights=weights)]))
-    return actor.update([put(select(experience, positions)) for positions in ranks], requests)

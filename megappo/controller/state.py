@@ -30,6 +30,8 @@ class OpenDraw:
     row: int
     group_id: int
     sequence_ids: list[int]
+    origin: str = ""
+    """Of the prompt: its source among several."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

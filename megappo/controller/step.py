@@ -36,7 +36,7 @@ from megappo.controller.rollouts import ScoredRollouts, sequence_inputs
 from megappo.controller.sampling import StepRollouts, StepSampler
 from megappo.controller.schedules import StepSchedule, schedule_step
 from megappo.controller.throughput import StepThroughput
-from megappo.data.sampler import PromptSampler
+from megappo.data.sampler import PromptDraws
 from megappo.observability.metrics import Metrics, maximum, mean, merge, minimum, total
 from megappo.observability.timing import PhaseTimer
 
@@ -46,7 +46,7 @@ class Components:
     """Everything a run is made of, behind ports."""
 
     config: RunConfig
-    sampler: PromptSampler
+    sampler: PromptDraws
     rollout: RolloutClient
     reward: RewardClient
     actor: ActorClient
@@ -122,7 +122,7 @@ def learn(parts: Components, sampled: StepRollouts, *, step: int, timer: PhaseTi
         )
     rates = parts.throughput.phases(
         rollouts.lengths,
-        response_tokens=int(rollouts.response_lengths.sum()),
+        response_tokens=int(rollouts.sampled_lengths.sum()),
         loss_tokens=sum(int(part.loss_tokens.sum()) for part in totals),
         log_prob_passes=int(needs_old_log_probs(config)) + int(config.algorithm.needs_reference),
         epochs=config.batching.ppo_epochs,

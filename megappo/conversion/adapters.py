@@ -26,18 +26,18 @@ def adapter_config(lora: LoraConfig, base: Path, role: str) -> str:
 
     Args:
         base: Hugging Face folder of the model beside which the adapters were trained.
-        role: actor or critic, whose value head was trained whole.
+        role: actor, or critic or reward_model, whose value head was trained whole.
     """
-    is_critic = role == "critic"
+    has_value_head = role != "actor"
     config = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_value_head else "CAUSAL_LM",
         "base_model_name_or_path": str(base.resolve()),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": list(lora.targets),
-        "modules_to_save": ["score"] if is_critic else None,
+        "modules_to_save": ["score"] if has_value_head else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

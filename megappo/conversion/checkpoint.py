@@ -1,23 +1,24 @@
 """A checkpoint of one model, found and checked: of a run, or what a conversion wrote."""
 
 import json
-import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
 from megappo.checkpoint.differences import CONFIG_FILE
-from megappo.checkpoint.health import check
+from megappo.checkpoint.health import Checksums, check, is_in_checkpoint, model_problems
 from megappo.checkpoint.manifest import MANIFEST
 from megappo.checkpoint.names import WRITING, checkpoints_in
+from megappo.checkpoint.reading import readable
 from megappo.config.lora import LoraConfig
 from megappo.conversion.stored import StoredTensor, stored_adapters, stored_tensors
 from megappo.conversion.torch_dist import StoredFolder
-from megappo.errors import CheckpointError, listed
+from megappo.errors import CheckpointError, DamagedCheckpointError, listed
 from megappo.models.architecture import ModelArchitecture, read_architecture
 from megappo.models.description import MODEL_FILE, ModelDescription, read_description
 from megappo.models.weight_shapes import weights_of
@@ -55,6 +56,13 @@ class ModelCheckpoint:
             return weights
         return [tensor for tensor in weights if tensor.hugging_face == (VALUE_HEAD,)] + self.adapters
 
+    def check_bytes(self) -> None:
+        """Compare this process's share of the files with the checksums of the checkpoint; a converted folder has none.
+        A torch archive does not tell that a bit of it is another. Raises DamagedCheckpointError."""
+        if is_in_checkpoint(self.path):
+            share = dist.get_rank(), dist.get_world_size()
+            _refuse_damage(self.path, model_problems(self.path, Checksums.full, share=share))
+
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Read a whole tensor. Raises CheckpointError."""
         return self.folder.read(tensor.key, (0,) * len(tensor.shape), tensor.shape)
@@ -66,7 +74,7 @@ def open_checkpoint(path: Path, *, role: str | None = None, hf: Path | None = No
     Args:
         path: of a whole checkpoint (`<run>/checkpoints/step_000040`) or of one model's folder in it, or a converted
             folder.
-        role: actor or critic; None: actor, or what a folder of one model is.
+        role: actor, critic or reward_model; None: actor, or what a folder of one model is.
         hf: Hugging Face folder of the model; None: what lies beside the weights, or the starting model of the run.
 
     Raises:
@@ -86,7 +94,7 @@ def open_checkpoint(path: Path, *, role: str | None = None, hf: Path | None = No
         description=description,
         side=side,
         architecture=architecture,
-        model=weights_of(architecture, has_value_head=description.role == "critic"),
+        model=weights_of(architecture, has_value_head=description.role != "actor"),
         lora=None if description.lora is None else LoraConfig(**description.lora),
     )
     _check_tensors(checkpoint)
@@ -100,6 +108,8 @@ def _model_folder(path: Path, role: str | None) -> Path:
     if not path.is_dir():
         beside = [found.name for found in checkpoints_in(path.parent).values()] if path.parent.is_dir() else []
         raise CheckpointError(f"{path} does not exist" + (f" (there are {listed(beside)})" if beside else ""))
+    if not (path / MANIFEST).is_file() and is_in_checkpoint(path):
+        _refuse_damage(path, model_problems(path, Checksums.small))
     if (path / MODEL_FILE).is_file():
         return path
     if not (path / MANIFEST).is_file():
@@ -107,14 +117,18 @@ def _model_folder(path: Path, role: str | None) -> Path:
             f"{path} is no checkpoint: it holds neither {MANIFEST} nor {MODEL_FILE} "
             "(give a folder such as <run>/checkpoints/step_000040)"
         )
-    health = check(path)
-    if not health.is_whole:
-        raise CheckpointError(f"{path} is damaged: {listed(health.problems)}")
+    health = check(path, Checksums.small)
+    _refuse_damage(path, health.problems)
     own = path / (role or "actor")
     if not own.is_dir():
         assert health.manifest is not None
         raise CheckpointError(f"{path} holds no {own.name} (it holds {', '.join(health.manifest.roles)})")
     return own
+
+
+def _refuse_damage(path: Path, problems: Sequence[str]) -> None:
+    if problems:
+        raise DamagedCheckpointError(f"{path} is damaged: {listed(problems)} (copy it again, or take another one)")
 
 
 def _side_folder(own: Path, role: str) -> Path:
@@ -124,7 +138,7 @@ def _side_folder(own: Path, role: str) -> Path:
     file = own.parent / CONFIG_FILE
     try:
         config: Any = yaml.safe_load(file.read_text(encoding="utf-8"))  # Any: a configuration as YAML holds it
-        recorded = Path((config["critic"]["path"] if role == "critic" else None) or config["model"]["path"])
+        recorded = Path((None if role == "actor" else config[role]["path"]) or config["model"]["path"])
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{own} does not say which model it started from: {file} cannot be used: {error!r} (give --hf DIR)"
@@ -179,7 +193,8 @@ def weight_key(key: str) -> str | None:
 def read_common(folder: Path) -> Mapping[str, Any]:  # Any: numbers
     """Return what a checkpoint holds once for all ranks. Raises CheckpointError."""
     file = folder / "common.pt"
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    with readable(file):
+        common = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(common, dict):
+            raise TypeError(f"it holds {type(common).__name__}")
+        return common

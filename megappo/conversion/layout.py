@@ -5,18 +5,21 @@ whole. Cut for the layout that will read it, every rank reads its own bytes and 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from megappo.config.expert_rules import ExpertShape, expert_violations
 from megappo.config.parallelism import ParallelismConfig
-from megappo.config.pipeline_rules import divisors, pipeline_violations
+from megappo.config.pipeline_rules import divisors
 from megappo.conversion.stored import StoredTensor
 from megappo.errors import ConfigError, Violation
 from megappo.models.architecture import ModelArchitecture
 from megappo.weights.layouts import TrainerLayout
 from megappo.weights.name_map import EMBEDDING
 from megappo.weights.transforms import shard_range
+
+_OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "expert": "--ep", "expert_tensor": "--etp"}
+"""Axis of a layout -> option."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -43,28 +46,28 @@ def make_layout(*, tensor: int, pipeline: int, expert: int, expert_tensor: int) 
 
 def check_layout(layout: ParallelismConfig, architecture: ModelArchitecture) -> None:
     """Raise ConfigError with all reasons why the model cannot be cut this way."""
-    options = {"--tp": "tensor", "--pp": "pipeline", "--ep": "expert", "--etp": "expert_tensor"}
     violations = [
         Violation(key=option, value=size, rule="must be a whole number above 0", remedy="use 1 or more")
-        for option, name in options.items()
+        for name, option in _OPTIONS.items()
         if (size := getattr(layout, name)) < 1
     ]
     if violations:
         raise ConfigError(violations)
     counts = [
-        ("attention heads", architecture.num_attention_heads),
-        ("key/value heads", architecture.num_key_value_heads),
+        ("tensor", "attention heads", architecture.num_attention_heads),
+        ("tensor", "key/value heads", architecture.num_key_value_heads),
+        ("pipeline", "layers", architecture.num_layers),
     ]
     if architecture.has_dense_layers:
-        counts.append(("feed-forward features", architecture.ffn_hidden_size))
-    for what, count in counts:
-        if count % layout.tensor:
+        counts.append(("tensor", "feed-forward features", architecture.ffn_hidden_size))
+    for name, what, count in counts:
+        if count % (size := getattr(layout, name)):
             rule = f"must divide the {count} {what} of the model"
-            violations.append(Violation(key="--tp", value=layout.tensor, rule=rule, remedy=f"use {divisors(count)}"))
+            violations.append(Violation(key=_OPTIONS[name], value=size, rule=rule, remedy=f"use {divisors(count)}"))
     experts = architecture.experts
     shape = experts and ExpertShape(num_experts=experts.num_experts, ffn_hidden_size=experts.ffn_hidden_size)
-    violations += pipeline_violations(layout, architecture.num_layers, key="layout")
-    violations += expert_violations(layout, shape, key="layout")
+    for violation in expert_violations(layout, shape, key="layout"):
+        violations.append(replace(violation, key=_OPTIONS[violation.key.removeprefix("layout.")]))
     if violations:
         raise ConfigError(violations)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megappo import __version__
 from megappo.device.together import run_together
-from megappo.errors import CheckpointError
+from megappo.errors import CheckpointError, StorageError
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.safetensors_io import finish_folder, name_folder, partial_folder, start_folder
 
@@ -58,7 +58,7 @@ class Output:
         existing = next(path for path in [target, *target.parents] if path.exists())
         free = shutil.disk_usage(existing).free
         if free < num_bytes:
-            raise CheckpointError(
+            raise StorageError(
                 f"--out {self.path} needs {num_bytes / 1e9:,.2f} GB, {existing} has {free / 1e9:,.2f} GB left"
             )
 
@@ -76,7 +76,7 @@ class Output:
             try:
                 self.aside.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise CheckpointError(f"{self.aside} cannot be made: {error}") from error
+                raise StorageError(f"{self.aside} cannot be made: {error}") from error
             self._lock(before)
             start_folder(self.path)
             self._lock(held)
@@ -89,7 +89,7 @@ class Output:
             held.callback(os.close, folder)
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, FileNotFoundError):
-            raise CheckpointError(
+            raise StorageError(
                 f"--out {self.path} is being written by another process (wait for it, or choose another folder)"
             ) from None
         except OSError:
@@ -124,4 +124,4 @@ class Output:
         try:
             (self.aside / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be written: {error}") from error
+            raise StorageError(f"{self.path} cannot be written: {error}") from error

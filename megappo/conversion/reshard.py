@@ -119,6 +119,8 @@ def write_reshard(plan: ReshardPlan, output: Output, report: Callable[[int], Non
         CheckpointError: on every process; no folder appears.
     """
     is_first = dist.get_rank() == 0
+    for model in plan.models:
+        run_together(model.checkpoint.check_bytes)
     with output.written():
         if plan.manifest is None:
             (model,) = plan.models

@@ -112,6 +112,8 @@ def write_hugging_face(plan: HuggingFacePlan, output: Output, report: Callable[[
     source = _Merged(plan) if plan.base is not None else _Plain(plan)
     own = list(zip(plan.file_names, plan.files))[dist.get_rank() :: dist.get_world_size()]
 
+    run_together(plan.checkpoint.check_bytes)
+
     def write() -> dict[str, int]:
         for name, file in own:
             write_file(output.aside / name, file, source.read, report)

@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -44,7 +43,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megappo.errors import CheckpointError, listed
+from megappo.checkpoint.reading import read_object, readable
+from megappo.errors import CheckpointError, StorageError, listed
 
 _FORMAT_FILE = "metadata.json"
 _COMMON_FILE = "common.pt"
@@ -87,14 +87,12 @@ class StoredFolder:
         self.path = path
         self._reader = FileSystemReader(path)
         _check_format(path)
-        try:
+        with readable(path / _METADATA_FILE):
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path / _METADATA_FILE} cannot be read: {error}") from error
-        self.entries: dict[str, Any] = metadata.state_dict_metadata
-        """What torch says of each key: `TensorStorageMetadata` or `BytesStorageMetadata`."""
-        self._check_files(metadata)
+            self.entries: dict[str, Any] = dict(metadata.state_dict_metadata)
+            """What torch says of each key: `TensorStorageMetadata` or `BytesStorageMetadata`."""
+            self._check_files(metadata)
 
     def _check_files(self, metadata: Metadata) -> None:
         """Refuse a folder whose files are not as long as `.metadata` says."""
@@ -150,8 +148,8 @@ class StoredFolder:
     def _read(self, key: str, items: list[ReadItem], planner: "_OneTensor") -> None:
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
-        except (OSError, EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
-            reason: object = error
+        except Exception as error:  # torch unpickles what lies there
+            reason = f"{type(error).__name__}: {error}"
             if not self.path.is_dir():
                 reason = "the folder was removed meanwhile, as a run does with older checkpoints (take a newer one)"
             raise CheckpointError(f"{key} cannot be read from {self.path}: {reason}") from error
@@ -164,10 +162,8 @@ def _check_format(path: Path) -> None:
             f"{path} is no Megatron checkpoint: it holds no {_FORMAT_FILE} or no {_METADATA_FILE} "
             "(give a folder such as <run>/checkpoints/step_000040/actor)"
         )
-    try:
-        backend = json.loads(file.read_text(encoding="utf-8"))["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error!r}") from error
+    with readable(file):
+        backend = read_object(file)["sharded_backend"]
     if backend != _FORMAT["sharded_backend"]:
         raise CheckpointError(f"{path} is in the format {backend}, only torch_dist is read (save it as torch_dist)")
 
@@ -215,7 +211,8 @@ def write_stored(
         read: gives the content of an item.
 
     Raises:
-        CheckpointError: on every process, with what the first one met.
+        StorageError: on every process, with what the first one met.
+        CheckpointError: likewise, where that is what `read` raised.
     """
     planner = _StreamPlanner(items, read)
     try:
@@ -230,8 +227,10 @@ def write_stored(
         cause = failure[0]
         if isinstance(cause, KeyboardInterrupt):
             raise cause from error
-        reason = cause if isinstance(cause, CheckpointError | OSError) else repr(cause)
-        raise CheckpointError(f"{folder} cannot be written (process {rank}): {reason}") from error
+        if isinstance(cause, CheckpointError):
+            raise cause from error  # of what is read
+        reason = cause if isinstance(cause, OSError) else repr(cause)
+        raise StorageError(f"{folder} cannot be written (process {rank}): {reason}") from error
 
 
 def finish_stored(folder: Path, *, common: Mapping[str, Any]) -> None:  # Any: numbers

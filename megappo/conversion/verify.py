@@ -47,13 +47,14 @@ def compare(
     Raises:
         CheckpointError: one of the two is damaged, they are of different models, or the checkpoint holds adapters only.
     """
-    checkpoint, model = open_checkpoint(path, role=role, hf=hf), open_hugging_face(hf)
+    checkpoint, model = run_together(lambda: (open_checkpoint(path, role=role, hf=hf), open_hugging_face(hf)))
     if checkpoint.lora is not None:
         raise CheckpointError(
             f"{checkpoint.path} holds adapters, not the weights of a model (convert it, and compare what comes out)"
         )
     if checkpoint.description.role != model.role:
         raise CheckpointError(f"{checkpoint.path} is an {checkpoint.description.role}, {hf} an {model.role}")
+    run_together(checkpoint.check_bytes)
     own = run_together(lambda: _compare_share(checkpoint, model, report))
     shares: list[Comparison] = [own] * dist.get_world_size()
     dist.all_gather_object(shares, own)

@@ -26,7 +26,7 @@ def render(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
 
     Raises:
         DataError: the conversation ends with an answer, a content is not text where there is no template, or the
-            chat template refuses the messages.
+            chat template refuses the messages or shows no tools.
     """
     messages = [{"role": "user", "content": row.question}] if isinstance(row.question, str) else row.question
     if messages[-1]["role"] == "assistant":
@@ -37,6 +37,8 @@ def render(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
     from jinja2 import TemplateError
 
     tools: Any = row.tools
+    if tools and "tools" not in str(tokenizer.chat_template):
+        raise DataError(f"{row.source} row {row.row}: has tools, which the chat template does not show")
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError) as error:

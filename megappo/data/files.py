@@ -1,127 +1,126 @@
-"""Rows from jsonl and parquet files.
+"""Rows from jsonl and parquet files and from folders of Hugging Face datasets."""
 
-A column name may be a path into nested columns: `reward_model.ground_truth`.
-"""
-
-import glob
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megappo.config.data import SourceConfig
-from megappo.data.types import Row
+from megappo.data.locations import DataFile, find_files, find_folder, within
+from megappo.data.records import row_of, without_nulls
+from megappo.data.types import LeftOut, Row
 from megappo.errors import DataError
 
-Record = dict[str, Any]  # Any: a row of a file holds whatever the file holds
 
-
-def jsonl(config: SourceConfig) -> Iterator[Row]:
+def jsonl(config: SourceConfig) -> Iterator[Row | LeftOut]:
     """Yield the rows of jsonl files, one JSON object a line; blank lines are passed over."""
     row = 0
-    for path in _files(config):
-        with path.open(encoding="utf-8") as lines:
+    for file in find_files(config):
+        with file.open(decompress=True) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _row(config, row, _parsed(line, f"{path}:{number}"), f"{path}:{number}")
+                    yield _parsed(config, row, line, f"{file.name}:{number}")
                     row += 1
 
 
-def parquet(config: SourceConfig) -> Iterator[Row]:
+def _parsed(config: SourceConfig, row: int, line: bytes, place: str) -> Row | LeftOut:
+    try:
+        # Some editors put a byte-order mark in front of a file.
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
+        return LeftOut(row=row, reason="not_utf8", message=f"{place}: is not UTF-8: {found} (write the file as UTF-8)")
+    except (ValueError, RecursionError) as error:
+        return LeftOut(row=row, reason="broken_line", message=f"{place}: is not JSON: {error}")
+    if not isinstance(record, dict):
+        message = f"{place}: must be a JSON object, found {type(record).__name__}"
+        return LeftOut(row=row, reason="broken_line", message=message)
+    return row_of(config, row, record, place)
+
+
+def parquet(config: SourceConfig) -> Iterator[Row | LeftOut]:
     """Yield the rows of parquet files. Nested columns come as plain lists and dicts; keys that are null because
     another row has them are left out, as they were in the data that was written."""
     import pyarrow
     import pyarrow.parquet
 
     row = 0
-    for path in _files(config):
+    for file in find_files(config):
+        with file.open() as opened:
+            try:
+                batches = pyarrow.parquet.ParquetFile(opened).iter_batches()
+                for found in _rows(config, row, batches, file):
+                    yield found
+                    row += 1
+            except pyarrow.ArrowException as error:
+                raise DataError(f"{file.name}: is not a parquet file that can be read: {error}") from error
+
+
+def datasets(config: SourceConfig) -> Iterator[Row | LeftOut]:
+    """Yield the rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote. The package
+    `datasets` is not needed: the data files are Arrow streams, and state.json lists them in order."""
+    import pyarrow
+
+    folder = _split(config, find_folder(config))
+    row = 0
+    for name in _data_files(folder):
+        file = within(folder, name)
+        with file.open() as opened:
+            try:
+                batches = iter(pyarrow.ipc.open_stream(opened))
+                for found in _rows(config, row, batches, file):
+                    yield found
+                    row += 1
+            except pyarrow.ArrowException as error:
+                raise DataError(f"{file.name}: is not an Arrow file that can be read: {error}") from error
+
+
+def _rows(config: SourceConfig, first: int, batches: Iterator[Any], file: DataFile) -> Iterator[Row | LeftOut]:
+    """Yield the rows of one file. Any: record batches of pyarrow."""
+    number = 0
+    for batch in batches:
         try:
-            file = pyarrow.parquet.ParquetFile(path)
-        except (OSError, pyarrow.ArrowInvalid) as error:
-            raise DataError(f"{path}: is not a parquet file that can be read: {error}") from error
-        number = 0
-        for batch in file.iter_batches():
-            for record in batch.to_pylist():
-                number += 1
-                yield _row(config, row, _without_nulls(record), f"{path} row {number}")
-                row += 1
+            records = batch.to_pylist()
+        except UnicodeDecodeError as error:
+            message = f"{file.name}: a text column is not UTF-8, in rows {number + 1} to {number + batch.num_rows}"
+            raise DataError(f"{message}: {error} (write it as UTF-8)") from error
+        for record in records:
+            yield row_of(config, first + number, _top_level(record), f"{file.name} row {number + 1}")
+            number += 1
 
 
-def _files(config: SourceConfig) -> list[Path]:
-    """Return the files of a path or glob, sorted by name."""
-    if config.path is None:
-        raise DataError(f"data source {config.kind}: path is missing (give a file or a glob)")
-    found = sorted(glob.glob(config.path, recursive=True))
-    if not found:
-        raise DataError(f"data source {config.kind}: no file matches path={config.path}")
-    return [Path(name) for name in found]
+def _top_level(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with its columns, null or not, and without the nulls inside of them."""
+    return {name: without_nulls(value) for name, value in record.items()}
 
 
-def _parsed(line: str, place: str) -> Record:
+def _split(config: SourceConfig, folder: DataFile) -> DataFile:
+    """Return the folder of the wanted split."""
+    index = within(folder, "dataset_dict.json")
+    if not index.system.exists(index.path):
+        if config.split is not None:
+            raise DataError(f"{folder.name}: holds one data set without splits (set split=null)")
+        return folder
+    splits = [str(name) for name in _json(index, "splits")]
+    if config.split not in splits:
+        asked = "holds several splits" if config.split is None else f"has no split {config.split!r}"
+        raise DataError(f"{folder.name}: {asked} (set split to one of {', '.join(splits)})")
+    return within(folder, config.split)
+
+
+def _data_files(folder: DataFile) -> list[str]:
+    state = within(folder, "state.json")
+    if not state.system.exists(state.path):
+        raise DataError(
+            f"{folder.name}: holds no state.json, so it is not a folder of Dataset.save_to_disk "
+            "(parquet files of a downloaded data set: kind=parquet path=FOLDER/**/*.parquet)"
+        )
+    return [str(entry["filename"]) for entry in _json(state, "_data_files")]
+
+
+def _json(file: DataFile, key: str) -> list[Any]:  # Any: what JSON holds
+    with file.open() as opened:
+        content = opened.read()
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place}: is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: must be a JSON object, found {type(record).__name__}")
-    return record
-
-
-def _row(config: SourceConfig, row: int, record: Record, place: str) -> Row:
-    """Build the row. Raises DataError naming file, line and column when prompt, answer or tools cannot be used."""
-    question = _column(record, config.prompt_column, "prompt_column", place)
-    answer = None
-    if config.answer_column is not None:
-        answer = _answer(_column(record, config.answer_column, "answer_column", place), config.answer_column, place)
-    used = {name.partition(".")[0] for name in (config.prompt_column, config.answer_column) if name}
-    extra = {name: value for name, value in record.items() if name not in used or isinstance(value, dict)}
-    return Row(
-        row=row,
-        question=_question(question, config.prompt_column, place),
-        answer=answer,
-        source=str(record.get("data_source", config.kind)),
-        extra=extra,
-        tools=_tools(extra.pop("tools", None), place),
-    )
-
-
-def _column(record: Record, name: str, key: str, place: str) -> Any:  # Any: the caller checks the value
-    value: Any = record
-    for part in name.split("."):
-        if not isinstance(value, dict) or value.get(part) is None:
-            raise DataError(f"{place}: column {name!r} is missing or null ({key}; the row has {', '.join(record)})")
-        value = value[part]
-    return value
-
-
-def _question(value: Any, column: str, place: str) -> str | list[dict[str, Any]]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
-        return value
-    raise DataError(f"{place}: column {column!r} must be text or a list of messages with a role, found {value!r:.80}")
-
-
-def _answer(value: Any, column: str, place: str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    raise DataError(f"{place}: column {column!r} must be text or a number, found {value!r:.80}")
-
-
-def _tools(value: Any, place: str) -> list[dict[str, Any]] | None:
-    if not value:
-        return None
-    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return value
-    raise DataError(f"{place}: column 'tools' must be a list of tool schemas, found {value!r:.80}")
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return nested data without the null entries of dicts: a parquet struct has every key of the whole file."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
+        return list(json.loads(content)[key])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file.name}: is not what save_to_disk writes: {error!r}") from error

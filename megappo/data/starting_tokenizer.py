@@ -10,9 +10,8 @@ from megappo.data.types import Row
 
 def starting_tokenizer(data: DataConfig) -> PreTrainedTokenizerBase:
     """Return a tokenizer of all characters in the training and validation rows. Raises DataError."""
-    sources = [source for source in (data.train, data.validation) if source is not None]
     return character_tokenizer(
-        {character for source in sources for row in read_rows(source) for character in _text(row)}
+        {character for source in data.by_key().values() for row in read_rows(source) for character in _text(row)}
     )
 
 

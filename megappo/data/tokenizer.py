@@ -23,11 +23,15 @@ _CHARACTER_TEMPLATE = (
 )
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder; nothing is downloaded.
 
+    Args:
+        chat_template: see `DataConfig.chat_template`.
+
     Raises:
-        DataError: the folder is missing, holds no tokenizer, or the tokenizer has no end token.
+        DataError: the folder is missing, holds no tokenizer, the tokenizer has no end token, or the chat template is
+            none.
     """
     if not Path(path).is_dir():
         raise DataError(f"tokenizer: {path!r} is not a folder (set model.path to a Hugging Face model folder)")
@@ -37,7 +41,41 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise DataError(f"tokenizer: {path} holds no tokenizer that can be loaded: {error}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer: {path} has no end token (set eos_token in its tokenizer_config.json)")
+    return with_chat_template(tokenizer, chat_template)
+
+
+def with_chat_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> PreTrainedTokenizerBase:
+    """Give a tokenizer the template of `DataConfig.chat_template`; None: it keeps its own. Raises DataError where the
+    template is none."""
+    if given is not None:
+        tokenizer.chat_template = read_template(given) or None
+        _check_syntax(tokenizer)
     return tokenizer
+
+
+def read_template(given: str) -> str:
+    """Return the text of a chat template that is given as a file or as itself. Raises DataError."""
+    if not given.endswith((".jinja", ".jinja2")):
+        if given and "{" not in given:
+            raise DataError(f"data.chat_template={given} writes no message (give a file *.jinja, or a template)")
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.chat_template={given} cannot be read: {error}") from error
+
+
+def _check_syntax(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError where the chat template is none; that it refuses a conversation is another matter."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    try:
+        if tokenizer.chat_template:
+            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise DataError(f"data.chat_template: is no template, line {error.lineno}: {error.message}") from error
+    except (TemplateError, TypeError):
+        return
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -16,7 +16,8 @@ class Row:
     question: str | list[Message]
     """The user's text, or the conversation up to the answer."""
     answer: str | None
-    source: str
+    source: str = ""
+    """Under which metrics and rewards know it; empty: `read_source` names it by the configuration."""
     # Any: the other columns.
     extra: dict[str, Any] = field(default_factory=dict)
     # Any: JSON schemas.
@@ -32,6 +33,18 @@ class Row:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class LeftOut:
+    """A row that cannot be used, or should not be."""
+
+    row: int
+    """Row number in the source."""
+    reason: str
+    """One word under which it is counted, such as `null` or `too_long`."""
+    message: str
+    """File and line where there is one, what is wrong, and with what."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Prompt:
     """One data row, rendered and tokenised."""
 
@@ -44,3 +57,9 @@ class Prompt:
     source: str
     # Any: extra columns of the row, handed to the reward.
     extra: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    """Tool schemas that the text shows; None: none."""
+    reward: str = ""
+    """Key of the source whose reward scores the answers, such as `data.train_sources.math`; empty: the run's."""
+    origin: str = ""
+    """Name in `data.train_sources`; empty where there is one source."""

@@ -36,7 +36,7 @@ def init_distributed(
     if backend.kind == "cuda":
         torch.cuda.set_device(backend.device(local_rank))
     timeout = timedelta(seconds=timeout_s)
-    store = _open_store(address, port, world_size=world_size, is_first=rank == 0, timeout=timeout)
+    store = open_store(address, port, world_size=world_size, is_first=rank == 0, timeout=timeout)
     dist.init_process_group(backend.dist_backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -113,7 +113,7 @@ def init_named_group(
     if name in _named_groups:
         raise CapabilityError(f"process group {name!r} exists already (destroy it first, or take another name)")
     timeout = timedelta(seconds=timeout_s)
-    store = _open_store(address, port, world_size=world_size, is_first=rank == 0, timeout=timeout)
+    store = open_store(address, port, world_size=world_size, is_first=rank == 0, timeout=timeout)
     group, _ = _new_process_group_helper(
         world_size,
         rank,
@@ -131,7 +131,7 @@ def init_named_group(
     return group
 
 
-def _open_store(address: str, port: int, *, world_size: int, is_first: bool, timeout: timedelta) -> TCPStore:
+def open_store(address: str, port: int, *, world_size: int, is_first: bool, timeout: timedelta) -> TCPStore:
     """Open the store where a group meets. The first rank's listens at that address only, where torch's own would at all
     of them; under the name of a host, which may mean another address on another host, it does as torch's."""
     if not is_first or not _is_number(address):

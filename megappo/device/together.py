@@ -1,12 +1,11 @@
 """Steps of which all ranks must learn whether one failed, so that none waits for another."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megappo.errors import CheckpointError, DamagedCheckpointError
+from megappo.errors import CheckpointError, MegappoError, StorageError
 
 T = TypeVar("T")
 
@@ -18,24 +17,24 @@ def run_together(action: Callable[[], T], *, then: Callable[[list[T]], None] | N
     Without `then` the results stay where they are; with it rank 0 gets them pickled.
 
     Raises:
-        CheckpointError: on every rank, with the rank and the reason of the first one that failed; a
-            DamagedCheckpointError where that is what failed.
+        MegappoError: on every rank, what the first rank raised that failed; a CheckpointError names the rank, where
+            there are several.
+        StorageError: likewise, where that is no MegappoError.
     """
     rank = dist.get_rank()
     result, cause = _attempt(action)
-    outcome = (None if then is None else result, cause and _Failure.of(cause, rank))
+    outcome = (None if then is None else result, cause and _told(cause, rank))
     outcomes: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None  # Any: pairs as `outcome`
     dist.gather_object(outcome, outcomes, dst=0)
-    verdict: list[_Failure | None] = [None]
+    verdict: list[MegappoError | None] = [None]
     if outcomes is not None:
         verdict = [next((failure for _, failure in outcomes if failure is not None), None)]
         if verdict == [None] and then is not None:
             _, cause = _attempt(lambda: then([value for value, _ in outcomes]))
-            verdict = [cause and _Failure.of(cause, 0)]
+            verdict = [cause and _told(cause, 0)]
     dist.broadcast_object_list(verdict, src=0)
     if (failure := verdict[0]) is not None:
-        kind = DamagedCheckpointError if failure.is_damage else CheckpointError
-        raise kind(failure.reason) from cause
+        raise failure from None if failure is cause else cause
     return result  # type: ignore[return-value]  # it is there where nothing failed
 
 
@@ -48,15 +47,12 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-@dataclass(slots=True, frozen=True)
-class _Failure:
-    """What the other ranks learn of a failure."""
-
-    reason: str
-    is_damage: bool
-
-    @classmethod
-    def of(cls, error: Exception, rank: int) -> "_Failure":
-        known = isinstance(error, CheckpointError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        return cls(f"rank {rank}: {reason}", isinstance(error, DamagedCheckpointError))
+def _told(error: Exception, rank: int) -> MegappoError:
+    """Return what all ranks raise."""
+    if isinstance(error, MegappoError) and not isinstance(error, CheckpointError):
+        return error
+    known = isinstance(error, CheckpointError)
+    reason = str(error) if known else f"{type(error).__name__}: {error}"
+    if dist.get_world_size() > 1:
+        reason = f"rank {rank}: {reason}"
+    return type(error)(reason) if known else StorageError(reason)

@@ -104,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:  # Any: the values of a JSON ob
         raise CheckpointError(f"{folder} holds no config.json (give the folder of a Hugging Face model)")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} must hold a JSON object, holds {type(config).__name__}")

@@ -1,10 +1,11 @@
 """`model.json`: what the weights (and the optimizer's state) in a folder of Megatron's are of."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megappo.checkpoint.reading import read_object, readable
 from megappo.config.lora import LoraConfig
 from megappo.config.model import Dtype
 from megappo.config.parallelism import ParallelismConfig
@@ -19,7 +20,7 @@ class ModelDescription:
     """What a folder fits, and under which layout it was written."""
 
     role: str
-    """`actor`: a language model; `critic`: a value model."""
+    """`actor`: a language model; `critic` and `reward_model`: value models."""
     architecture: dict[str, Any]  # Any: the fields of ModelArchitecture
     dtype: str
     lora: dict[str, Any] | None  # Any: the fields of LoraConfig
@@ -90,7 +91,27 @@ class ModelDescription:
 def read_description(folder: Path) -> ModelDescription:
     """Return what a folder says of itself. Raises CheckpointError."""
     file = folder / MODEL_FILE
-    try:
-        return ModelDescription(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    with readable(file):
+        described = ModelDescription(**read_object(file))
+        types = {field.name: field.type for field in fields(ModelDescription)}
+        for name, kinds in _KINDS.items():
+            if not isinstance(getattr(described, name), kinds):
+                raise TypeError(f"{name} is {getattr(described, name)!r}, must be {types[name]}")
+        Dtype(described.dtype)
+        if described.lora is not None:
+            LoraConfig(**described.lora)
+        if "family" not in described.architecture:
+            raise KeyError("architecture.family")
+        return described
+
+
+_KINDS = {
+    "role": str,
+    "architecture": dict,
+    "dtype": str,
+    "lora": dict | None,
+    "optimizer": str | None,
+    "parallelism": dict,
+    "world_size": int,
+}
+"""What a file must hold; nothing checks a folder that a conversion wrote but this."""

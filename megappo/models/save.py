@@ -1,6 +1,6 @@
 """A trained model as a Hugging Face folder, written by all ranks together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ def save_hf_model(
     output_path: str | Path,
     *,
     shard_bytes: int = SHARD_BYTES,
+    config: Mapping[str, object] | None = None,
 ) -> None:
     """Write the weights as a Hugging Face folder; all ranks of the default world must call this.
 
@@ -33,6 +34,9 @@ def save_hf_model(
     and renames the folder. So `output_path` is the old model or the new one, never a part.
 
     A value model is saved as `...ForSequenceClassification` with one label.
+
+    Args:
+        config: further keys of config.json that differ from those of the source.
 
     Raises:
         CheckpointError: on every rank, with the reason of the first rank that failed. `output_path` is untouched.
@@ -47,6 +51,7 @@ def save_hf_model(
     run_together(lambda: _write_buckets(model_chunks, shard_bytes, files[first:], plan))
     has_value_head = any(VALUE_HEAD in bucket.names for bucket in buckets)
     changes = config_changes(read_config(source), dtype=buckets[0].dtype, has_value_head=has_value_head)
+    changes |= config or {}
     run_together(
         lambda: finish_folder(output, source=source, buckets=buckets, config_changes=changes) if is_first_rank else None
     )

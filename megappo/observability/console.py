@@ -99,6 +99,22 @@ class RunConsole:
         head.add_row(f"step {step}/{total_steps}", ProgressBar(total=total_steps, completed=step, width=40), left)
         self._show(Group(head, Text(text), Text(detail, style="dim")))
 
+    def counted(self, text: str, done: int, total: int) -> None:
+        """Show how far something is that has no lines of its own; only a terminal does."""
+        if self.is_terminal:
+            line = Table.grid(padding=(0, 1))
+            line.add_row(Text(text), ProgressBar(total=total, completed=done, width=40), Text(f"{done}/{total}"))
+            self._show(Group(line))
+
+    def grid(self, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table of several columns under a title."""
+        table = Table()
+        for heading in headings:
+            table.add_column(heading)
+        for row in rows:
+            table.add_row(*(Text(value) for value in row))
+        self._titled(title, table)
+
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Print two columns under a title."""
         table = Table(show_header=False)

@@ -28,6 +28,10 @@ def _area(*rows: tuple[str, str, str, str]) -> list[MetricDoc]:
 
 
 _STEP = "all sequences of the step"
+_PROMPTS = "validation prompts with a scored answer"
+_PAIRS = "pairs of the step"
+_HELD = "held-out pairs"
+_ANSWERS = "scored answers to the validation prompts"
 _TOKENS = "response tokens of the step, over all ranks"
 _COMPARED = (
     "tokens compared: of sequences that the current weights sampled; loss tokens where no pass is before the update"
@@ -41,17 +45,61 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
     "Rewards": _area(
         ("reward/mean", "score", "score of a response", _STEP),
         ("reward/max", "score", "largest score", "-"),
-        ("reward/<part>/mean", "score", "one part of the score, by its name", "sequences that have it"),
+        (
+            "reward/<part>/mean",
+            "score",
+            "one part of the score, by its name; of reward.terms: the score of a term before its weight, and its own "
+            "parts as <term>/<part>",
+            "sequences that have it",
+        ),
+        ("reward/failed", "count", "answers whose reward failed, in all rounds of generation", "-"),
+        ("reward/failed/<kind>", "count", "those of one kind: raised, timed_out, died, none, not_finite, ...", "-"),
+        (
+            "reward/failed_groups",
+            "count",
+            "groups of which nothing was left, or whose greedy answer had no score (reward.on_failure=drop)",
+            "-",
+        ),
         ("reward/overlong_penalty/mean", "score", "penalty for long responses (0 or negative)", _STEP),
-        ("val/reward/mean", "score", "score on the validation prompts", "validation prompts"),
-        ("val/response_tokens/mean", "tokens", "length of a validation response", "validation prompts"),
-        ("val/truncated_ratio", "0-1", "validation responses that ended by length", "validation prompts"),
+    ),
+    "Validation": _area(
+        (
+            "val/reward/mean",
+            "score",
+            "mean@n: score of an answer; a prompt's is the mean of its answers",
+            _PROMPTS,
+        ),
+        ("val/reward/best", "score", "best@n: the best of a prompt's answers, with samples_per_prompt > 1", _PROMPTS),
+        ("val/reward/majority", "score", "majority@n: the commonest answer (validation.majority)", _PROMPTS),
+        (
+            "val/reward/pass_at_<k>",
+            "0-1",
+            "pass@k: chance that k of a prompt's answers hold a correct one, unbiased (validation.pass_at)",
+            "validation prompts with k scored answers",
+        ),
+        ("val/reward/<statistic>/low", "as it", "lower end of its confidence interval, by bootstrap over prompts", "-"),
+        ("val/reward/<statistic>/high", "as it", "upper end", "-"),
+        ("val/part/<part>/mean", "score", "one part of the score, by its name", "answers that have it"),
+        ("val/response_tokens/mean", "tokens", "length of an answer", _ANSWERS),
+        ("val/response_tokens/max", "tokens", "longest answer", "-"),
+        ("val/truncated_ratio", "0-1", "answers that ended by length", _ANSWERS),
+        ("val/failed_rewards", "count", "answers whose reward failed; nothing else counts them", "-"),
+        ("val/source/<source>/<metric>", "as it", "the same (no interval) of one source, where there are several", "-"),
+        ("val/<set>/<metric>", "as it", "the same of one set of data.validation_sets, by its name", "-"),
     ),
     "Rollouts": _area(
         ("rollout/sequences", "count", "sampled sequences", "-"),
         ("rollout/tokens", "tokens", "tokens of all sequences, prompts included", "-"),
         ("rollout/response_tokens/mean", "tokens", "length of a response, its end token included", _STEP),
         ("rollout/response_tokens/max", "tokens", "longest response", "-"),
+        ("rollout/sampled_tokens/mean", "tokens", "sampled tokens of a response (rollout programs)", _STEP),
+        ("rollout/observation_tokens/mean", "tokens", "its other tokens, which the model only read", _STEP),
+        (
+            "rollout/agent/<name>/mean",
+            "count",
+            "what a rollout program counts: turns; tool_loop: tool_calls, tool_errors",
+            "sequences that have it",
+        ),
         ("rollout/truncated_ratio", "0-1", "responses that ended by length", _STEP),
         ("rollout/empty_ratio", "0-1", "responses without a sampled token", _STEP),
         ("rollout/groups", "count", "groups: samples of one drawn prompt", "-"),
@@ -162,6 +210,38 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("correction/effective_sample_share", "0-1", "effective sample size of the weights", _TOKENS),
         ("correction/kept_fraction", "0-1", "response tokens that no rejection removed", _TOKENS),
     ),
+    "Supervised training": _area(
+        ("sft/loss", "nats", "cross-entropy of the tokens trained on (`megappo sft`)", "those of the step"),
+        ("sft/loss_tokens", "tokens", "tokens that are trained on", "-"),
+        ("sft/val_loss", "nats", "cross-entropy of the held-out rows, after the step (sft.test_freq)", "their tokens"),
+        (
+            "reward_model/preference_loss",
+            "nats",
+            "loss of a pair (`megappo rm`): -log sigmoid(difference of the scores - margin)",
+            _PAIRS,
+        ),
+        ("reward_model/accuracy", "0-1", "pairs whose preferred text scores higher; equal scores are wrong", _PAIRS),
+        ("reward_model/difference/mean", "score", "score of the preferred text minus that of the other", _PAIRS),
+        ("reward_model/chosen/mean", "score", "score of the preferred text", _PAIRS),
+        ("reward_model/rejected/mean", "score", "score of the other text", _PAIRS),
+        ("reward_model/loss/mean", "nats", "preference loss of the optimizer steps", _OPTIMIZER_STEPS),
+        ("reward_model/grad_norm", "1", "gradient norm before clipping", _APPLIED),
+        ("reward_model/lr", "1", "learning rate", _OPTIMIZER_STEPS),
+        ("reward_model/skipped_steps", "count", "optimizer steps skipped since the start: gradient not finite", "-"),
+        ("reward_model/first_step/loss", "nats", "loss of the first optimizer step of the update", "-"),
+        ("reward_model/first_step/grad_norm", "1", "gradient norm of that step, also when it was skipped", "-"),
+        (
+            "reward_model/val_loss",
+            "nats",
+            "preference loss of the held-out pairs, after the step (rm.test_freq)",
+            _HELD,
+        ),
+        ("reward_model/val_accuracy", "0-1", "held-out pairs whose preferred text scores higher", _HELD),
+        ("reward_model/val_difference/mean", "score", "difference of their scores", _HELD),
+        ("data/rows", "count", "rows of the step", "-"),
+        ("data/tokens", "tokens", "tokens of the step, those included that are not trained on", "-"),
+        ("timing/update_s", "s", "forward, backward and optimizer step", "-"),
+    ),
     "Time": _area(
         ("timing/step_s", "s", "whole step, wall clock on the controller; the others are parts of it", "-"),
         (
@@ -173,6 +253,7 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ),
         ("timing/export_hf_s", "s", "writing a Hugging Face folder, in steps that do (trainer.export_hf_freq)", "-"),
         ("timing/validate_s", "s", "validation, after the step", "-"),
+        ("timing/draw_s", "s", "taking prompts from the data: they are tokenised before the run, so about 0", "-"),
         (
             "timing/generate_s",
             "s",
@@ -181,6 +262,7 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
             "-",
         ),
         ("timing/score_s", "s", "waiting for scores after generation, likewise", "-"),
+        ("timing/reward_s", "s", "scoring: of the process that did so longest, beside generation or not", "-"),
         (
             "timing/wait_for_rollouts_s",
             "s",
@@ -218,6 +300,9 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("perf/engine_idle_share/mean", "0-1", "time in which an engine has no prompts", "that time, over all engines"),
         ("perf/engine_idle_share/<engine>", "0-1", "the same of one engine", "that time"),
         ("perf/engines", "count", "engines that take prompts", "-"),
+        ("perf/reward_hidden_ratio", "0-1", "scoring that the step did not wait for", "timing/reward_s"),
+        ("perf/reward_retries", "count", "samples scored again because their reward failed (reward.retries)", "-"),
+        ("perf/reward_restarts", "count", "scoring processes killed or lost, and started anew", "-"),
         ("perf/rollout_retries", "count", "groups sent again, since an engine failed", "-"),
         ("perf/groups_moved", "count", "groups that went on elsewhere, since their engine was slow", "-"),
         ("perf/engine_restarts", "count", "restarts of engines that failed", "-"),
@@ -240,6 +325,7 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ),
         ("schedule/imbalance", "1", "cost of the fullest data-parallel rank over the mean of all, minus 1", "-"),
         ("data/epoch", "passes", "passes over the training prompts that are finished", "-"),
+        ("data/epoch/<source>", "passes", "the same of one of several sources (data.train_sources)", "-"),
     ),
 }
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megappo.observability.run_directory import write_atomically
-from megappo.observability.tracker import Line
+from megappo.observability.tracker import Line, Row
 
 _REFUSED = re.compile(r"[^A-Za-z0-9_\-. :/]")
 _LONGEST_NAME = 240
@@ -76,6 +76,19 @@ class MlflowTracker:
 
     def artifact(self, path: Path) -> None:
         self._client.log_artifact(self._run_id, str(path))
+
+    def table(self, name: str, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        file = f"{_admitted(name)}.json"
+        known = {found.path for found in self._client.list_artifacts(self._run_id, file.rpartition("/")[0] or None)}
+        if file in known:
+            # A resumed run writes it again, and log_table would add the rows to those that are there.
+            content = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+            self._client.log_dict(self._run_id, content, file)
+        else:
+            columns = {column: [row[column] for row in rows] for column in rows[0]}
+            self._client.log_table(self._run_id, columns, file)
 
     def close(self, status: str) -> None:
         self._client.set_terminated(self._run_id, status=_STATUS[status])

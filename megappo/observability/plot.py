@@ -1,6 +1,6 @@
 """The reward curve of a run as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,8 @@ def running_mean(values: Sequence[float], window: int = _WINDOW) -> list[float]:
     return means
 
 
-def plot_reward_curve(path: Path, *, title: str, training: Curve, validation: Curve) -> None:
-    """Write a PNG: mean reward of each step, its running mean, and the validation rewards (if any)."""
+def plot_reward_curve(path: Path, *, title: str, training: Curve, validation: Mapping[str, Curve]) -> None:
+    """Write a PNG: mean reward of each step, its running mean, and validation rewards by label."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -41,8 +41,9 @@ def plot_reward_curve(path: Path, *, title: str, training: Curve, validation: Cu
         linewidth=2,
         label=f"mean of the last {_WINDOW} steps",
     )
-    if validation.steps:
-        axes.plot(validation.steps, validation.values, color="tab:orange", marker="o", markersize=4, label="validation")
+    for number, (label, curve) in enumerate(validation.items(), start=1):
+        if curve.steps:  # color C0 is that of the training
+            axes.plot(curve.steps, curve.values, color=f"C{number}", marker="o", markersize=4, label=label)
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel("reward")

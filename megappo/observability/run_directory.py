@@ -1,13 +1,15 @@
 """The folder of a run: `<run.dir>/<run.name>/`.
 
 Holds config.yaml (resolved), metrics.jsonl, summary.json, reward_curve.png, mlflow.db, logs/ (a file per process),
-rollouts/ (sampled answers), records/ (steps written down for replay) and, where they are asked for, checkpoints/ and
-hf/ (Hugging Face folders of the actor).
+rollouts/ (sampled answers), generations/ (answers to validation prompts), records/ (steps written down for replay)
+and, where they are asked for, checkpoints/ and hf/ (Hugging Face folders of the actor).
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +20,9 @@ from megappo.config.trainer import RunSection
 from megappo.errors import MegappoError
 
 _OWNER = "owner.pid"
-"""Process id of the run that writes into the folder."""
+"""Process that writes into the folder: its id and when it was started. It is gone when the run has ended."""
+_CLOCK_STEP_S = 2.0
+"""Least difference between two processes: the system counts from its start, whose time moves with its clock."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,6 +62,10 @@ class RunDirectory:
         return self.path / "rollouts"
 
     @property
+    def generations(self) -> Path:
+        return self.path / "generations"
+
+    @property
     def records(self) -> Path:
         return self.path / "records"
 
@@ -81,7 +89,7 @@ class RunDirectory:
     def drop_steps_after(self, step: int) -> None:
         """Remove the files of later steps, which a run that resumes writes anew. Records stay: they may be why the run
         was ended."""
-        for path in self.rollouts.glob("step_*.jsonl"):
+        for path in [*self.rollouts.glob("step_*.jsonl"), *self.generations.glob("step_*.jsonl")]:
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
 
@@ -112,15 +120,20 @@ def _open(path: Path, resume: str) -> RunDirectory:
     directory = RunDirectory(path=path, moved_aside=moved)
     directory.logs.mkdir(parents=True, exist_ok=True)
     directory.rollouts.mkdir(exist_ok=True)
-    (path / _OWNER).write_text(str(os.getpid()))
+    (path / _OWNER).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
     return directory
 
 
 def _refuse_if_in_use(path: Path) -> None:
-    """Raise MegappoError when the process that made the folder is alive and still writes into it."""
-    owner = path / _OWNER
-    pid = int(owner.read_text()) if owner.exists() else 0
-    if pid and pid != os.getpid() and psutil.pid_exists(pid) and not (path / "summary.json").exists():
+    """Raise MegappoError when the process that writes into the folder is alive and has not ended the run."""
+    try:
+        pid, started = (path / _OWNER).read_text().split()
+        # A number is given again after a while, and after a reboot soon: it is the same process only if it is as old.
+        age = abs(psutil.Process(int(pid)).create_time() - float(started))
+        is_alive = int(pid) != os.getpid() and age < _CLOCK_STEP_S
+    except (FileNotFoundError, ValueError, psutil.Error):
+        return  # the run has ended, or was killed; perhaps while it wrote this file
+    if is_alive:
         raise MegappoError(f"{path} belongs to a run that is still going (pid {pid}); choose another run.name")
 
 
@@ -128,9 +141,9 @@ def _continues(path: Path, resume: str) -> bool:
     if resume == "never":
         return False
     if resume == "auto":
-        # A pointer, or whole checkpoints without one: the loop then says that the pointer is missing.
-        found = {entry.name for entry in (path / "checkpoints").glob("*")}
-        return any(not name.endswith(".writing") for name in found)
+        # A pointer, or checkpoints without one: `checkpoint.health` says what is wrong. What a kill left is none.
+        names = [entry.name for entry in (path / "checkpoints").glob("*")]
+        return any(re.fullmatch(r"latest|step_\d+(\.replaced)?", name) for name in names)
     return path.resolve() in Path(resume).resolve().parents
 
 
@@ -139,6 +152,16 @@ def _free_name(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return candidate
+
+
+@contextmanager
+def must_be_written(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses of a file of the run, without which it cannot go on, into a MegappoError."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "see to it, for example free some space; then resume=auto goes on from the newest checkpoint"
+        raise MegappoError(f"{path} cannot be written: {error.strerror or error} ({remedy})") from error
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -158,5 +181,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_summary(directory: RunDirectory, summary: Mapping[str, object]) -> None:
-    """Write summary.json."""
-    write_atomically(directory.summary, json.dumps(dict(summary), indent=2) + "\n")
+    """Write summary.json: the run has ended, and another may have the folder."""
+    with must_be_written(directory.summary):
+        write_atomically(directory.summary, json.dumps(dict(summary), indent=2) + "\n")
+        (directory.path / _OWNER).unlink(missing_ok=True)

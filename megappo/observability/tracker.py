@@ -9,10 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megappo.observability.run_directory import write_atomically
+from megappo.errors import MegappoError
+from megappo.observability.run_directory import must_be_written, write_atomically
 
 Line = tuple[int, dict[str, float]]
 """A step and its numbers."""
+
+
+Row = dict[str, str | float | None]
+"""One row of a table: column -> what is in it."""
 
 
 class Tracker(Protocol):
@@ -29,6 +34,10 @@ class Tracker(Protocol):
 
     def artifact(self, path: Path) -> None:
         """Keep a copy of a file."""
+        ...
+
+    def table(self, name: str, rows: Sequence[Row]) -> None:
+        """Keep a table under a name such as `generations/step_000060`; all rows have the same columns."""
         ...
 
     def close(self, status: str) -> None:
@@ -49,13 +58,16 @@ class JsonlTracker:
         """Nothing to do: they are this file's."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with must_be_written(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(_to_json(step, values))
             file.flush()
             os.fsync(file.fileno())
 
     def artifact(self, path: Path) -> None:
         """Nothing to do: the file is in the run directory already."""
+
+    def table(self, name: str, rows: Sequence[Row]) -> None:
+        """Nothing to do: the run directory has a file of it."""
 
     def close(self, status: str) -> None:
         """Nothing to do: every line is written."""
@@ -82,16 +94,20 @@ def last_line(path: Path) -> int:
 
 
 def _read_lines(path: Path) -> Iterator[Line]:
-    texts = path.read_text(encoding="utf-8").splitlines()
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, text in enumerate(texts, start=1):
         try:
             content = json.loads(text)
-        except ValueError:
+            step = int(content.pop("step"))
+            values = {name: float(value) for name, value in content.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number < len(texts):
-                raise
+                raise MegappoError(
+                    f"{path} line {number} holds no metrics: {text[:40]!r} (remove it, or the file: what it says of "
+                    "steps before the checkpoint is for people)"
+                ) from error
             return
-        step: int = content.pop("step")
-        yield step, {name: float(value) for name, value in content.items()}
+        yield step, values
 
 
 _INTERRUPTED_S = 2.0
@@ -130,6 +146,9 @@ class BackgroundTracker:
 
     def artifact(self, path: Path) -> None:
         self._calls.put(lambda tracker: tracker.artifact(path))
+
+    def table(self, name: str, rows: Sequence[Row]) -> None:
+        self._calls.put(lambda tracker: tracker.table(name, rows))
 
     def close(self, status: str) -> None:
         def end(tracker: Tracker) -> None:

@@ -5,6 +5,8 @@ from platform import python_version
 
 from megappo import __version__
 
+VERSIONS_FILE = "versions.json"
+"""Where a checkpoint or a record keeps them."""
 _PACKAGES = ("torch", "numpy", "megatron-core", "transformers", "sglang", "ray", "transformer-engine")
 
 

@@ -35,7 +35,10 @@ def replay_on_rank(job: RankJob) -> RankResult:
     backend = resolve_backend(job.config.cluster.device)
     trainer = _build(job, job.weights.model, backend, with_reference=job.updates)
     if job.weights.checkpoint is not None:
-        trainer.load(job.weights.checkpoint)
+        if job.weights.has_optimizer_state:
+            trainer.load(job.weights.checkpoint)
+        else:
+            trainer.checkpoints.load_weights(job.weights.checkpoint)
     facts = _gathered(weight_facts(trainer.chunks))
     result = RankResult(
         checksums={name: found.checksum for name, found in facts.items()},

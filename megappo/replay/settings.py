@@ -89,7 +89,7 @@ def _split_layout(layout: Sequence[str]) -> tuple[int, list[str]]:
             keys.append(item)
         else:
             keys += [f"{role}.parallelism.{item}" for role in _ROLES]
-    if not data.isdigit() or int(data) < 1:
+    if not data.isdecimal() or int(data) < 1:
         raise RecordError(f"--layout data={data} must be a positive number (use 1 or more)")
     return int(data), keys
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from megappo.checkpoint.health import is_in_checkpoint
+from megappo.checkpoint.manifest import MANIFEST
 from megappo.checkpoint.names import step_name
 from megappo.controller.record_folder import WEIGHTS, StepRecord
 from megappo.errors import CheckpointError, RecordError, listed
-from megappo.models.description import MODEL_FILE
+from megappo.models.description import MODEL_FILE, read_description
 
 
 class Origin(Enum):
@@ -17,6 +19,7 @@ class Origin(Enum):
     start = "the weights that the run began with"
     export = "a Hugging Face folder"
     checkpoint = "a checkpoint"
+    converted = "a converted folder"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -27,12 +30,13 @@ class RoleWeights:
     model: str
     """Hugging Face folder that the model is built from."""
     checkpoint: str | None = None
-    """Folder of the role in a checkpoint, which is then loaded: weights and optimizer."""
+    """Folder of the role in a checkpoint, which is then loaded: weights and optimizer, or of a converted folder the
+    weights."""
 
     @property
     def has_optimizer_state(self) -> bool:
         """Whether the optimizer is as it was: read, or not used yet."""
-        return self.origin is not Origin.export
+        return self.origin in (Origin.start, Origin.checkpoint)
 
     def describe(self) -> str:
         """Return where they are, in words."""
@@ -79,12 +83,20 @@ def option_of(role: str) -> str:
 def _given(given: Path, role: str, start: Path) -> RoleWeights:
     for folder in (given / role, given):
         if (folder / MODEL_FILE).is_file():
-            return RoleWeights(origin=Origin.checkpoint, model=str(start), checkpoint=str(folder))
+            is_whole = read_description(folder).optimizer is not None
+            if is_whole and not is_in_checkpoint(folder):
+                raise RecordError(
+                    f"--{option_of(role)} {given} is one model of a checkpoint, without the {MANIFEST} beside it, "
+                    f"which holds its checksums (give {folder.name}/ in the folder of its checkpoint)"
+                )
+            origin = Origin.checkpoint if is_whole else Origin.converted
+            return RoleWeights(origin=origin, model=str(start), checkpoint=str(folder))
     if (given / "config.json").is_file() and next(given.glob("*.safetensors"), None) is not None:
         return RoleWeights(origin=Origin.export, model=str(given))
     raise RecordError(
         f"--{option_of(role)} {given} holds no weights of the {role} (give a Hugging Face folder with config.json and "
-        f"*.safetensors, a checkpoint such as checkpoints/step_000011, or the folder {role}/ in one)"
+        f"*.safetensors, a checkpoint such as checkpoints/step_000011, the folder {role}/ in one, or one that megappo "
+        "convert wrote)"
     )
 
 

@@ -41,7 +41,9 @@ class MathVerify:
             )
         found = self._parse(sample.response)
         equal = bool(found) and verify(gold, found, timeout_seconds=self._timeout())
-        return Reward(score=float(equal), parts={"parsed": float(bool(found))})
+        return Reward(
+            score=float(equal), parts={"parsed": float(bool(found))}, extracted=_written(found[0]) if found else ""
+        )
 
     def _parse(self, text: str) -> list[Any]:  # Any: sympy expressions and strings
         from math_verify import parse
@@ -51,3 +53,13 @@ class MathVerify:
 
     def _timeout(self) -> int | None:
         return self.timeout_s if threading.current_thread() is threading.main_thread() else None
+
+
+def _written(expression: Any) -> str:  # Any: a sympy expression
+    """Return a text that equal numbers share."""
+    import sympy
+
+    try:
+        return str(sympy.Rational(str(expression)))
+    except (TypeError, ValueError):
+        return str(expression)

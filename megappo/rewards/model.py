@@ -13,8 +13,8 @@ from megappo.rewards.types import Reward, Sample
 class ModelReward:
     """Score prompt + response text by the first label of a sequence-classification model, read at the last token.
 
-    The text is tokenised by the reward model's own tokenizer, so it need not be the policy's. Sequences run in
-    batches of like length, padded on the right.
+    The text is tokenised by the reward model's own tokenizer, so it need not be the policy's, and read as the workers
+    of `reward_model` read it (`megappo.data.preferences`). Sequences run in batches of like length, padded right.
     """
 
     path: str | None
@@ -23,6 +23,8 @@ class ModelReward:
     """Sequences per forward pass."""
     device: str = "cpu"
     """Torch device that holds the model."""
+    end_token: bool = True
+    """Put the tokenizer's end token behind a response that ended by itself, as models of `megappo rm` have seen it."""
     # Any: transformers is imported when a model reward is made, not with this module.
     _model: Any = field(init=False)
     _tokenizer: Any = field(init=False)
@@ -34,12 +36,16 @@ class ModelReward:
             raise DataError(f"reward model: reward.model_path={self.path} is not a folder (give a Hugging Face model)")
         if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
             raise DataError(f"reward model: params.batch_size={self.batch_size!r} must be a whole number, 1 or more")
+        if not isinstance(self.end_token, bool):
+            raise DataError(f"reward model: params.end_token={self.end_token!r} must be true or false")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
             self._model = AutoModelForSequenceClassification.from_pretrained(self.path, local_files_only=True)
             self._model.to(self.device).eval()
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise DataError(f"reward model: {self.path} cannot be loaded: {error}") from error
+        if self.end_token and self._tokenizer.eos_token_id is None:
+            raise DataError(f"reward model: {self.path} has no end token (set params.end_token=false)")
         if self._model.config.get_text_config().pad_token_id is None:
             # Without it the model cannot tell the last token of a padded sequence.
             raise DataError(f"reward model: {self.path} has no pad token (set pad_token_id in its config.json)")
@@ -60,6 +66,11 @@ class ModelReward:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=not (begin and text.startswith(begin)))[
             "input_ids"
         ]
+        if self.end_token:
+            end: int = self._tokenizer.eos_token_id
+            while tokens and tokens[-1] == end:
+                tokens.pop()
+            tokens += [end] if sample.finish_reason == "stop" else []
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if not tokens or (limit is not None and len(tokens) > limit):
             raise DataError(

@@ -1,7 +1,7 @@
 """Going on with what an aborted call left: which samples are still to be drawn, and how old and new tokens join."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megappo.config.rollout import RolloutConfig
 from megappo.rollout.engine import FinishReason, GenerateRequest, GroupOutput, SampledResponse, VersionSpan
@@ -30,13 +30,20 @@ class OpenSample:
     """The response tokens it has."""
     budget: int
     """Most tokens it may still get, 1 or more."""
+    call_start: int = 0
+    """Where in `begun` the tokens of the call that goes on begin: stop strings are looked for from there."""
 
 
 def open_samples(request: GenerateRequest, max_new_tokens: int) -> list[OpenSample]:
     """Return the samples of a request that an engine has to draw tokens for."""
     begun = request.begun or [_NOTHING] * request.num_samples
     return [
-        OpenSample(sample=number, begun=response.tokens, budget=max_new_tokens - len(response.tokens))
+        OpenSample(
+            sample=number,
+            begun=response.tokens,
+            budget=max_new_tokens - len(response.tokens),
+            call_start=response.call_start,
+        )
         for number, response in enumerate(begun)
         if response.finish_reason is FinishReason.abort and len(response.tokens) < max_new_tokens
     ]
@@ -73,11 +80,18 @@ def _joined(begun: SampledResponse, drawn: SampledResponse, max_new_tokens: int)
     tokens = begun.tokens + drawn.tokens
     # An engine may abort a sample in the step that used up its budget.
     used_up = drawn.finish_reason is FinishReason.abort and len(tokens) >= max_new_tokens
-    return SampledResponse(
+    reason = FinishReason.length if used_up else drawn.finish_reason
+    turns = begun.turns
+    if turns:
+        last = turns[-1]
+        turns = [*turns[:-1], replace(last, sampled=last.sampled + len(drawn.tokens), finish_reason=reason)]
+    return replace(
+        begun,
         tokens=tokens,
         log_probs=begun.log_probs + drawn.log_probs,
-        finish_reason=FinishReason.length if used_up else drawn.finish_reason,
+        finish_reason=reason,
         versions=_merged([*begun.versions, *drawn.versions]),
+        turns=turns,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megappo.config.cluster import DeviceKind
 from megappo.config.model import ModelConfig
@@ -37,6 +37,29 @@ class VersionSpan:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Turn:
+    """One call of a rollout program (`megappo.rollout.agents`), within the response that it is part of."""
+
+    observed: int
+    """Tokens that the program put behind what there was, before it called: read by the model, not sampled."""
+    sampled: int
+    """Tokens that the call sampled, behind those."""
+    finish_reason: FinishReason
+    """Why they ended; abort: the call goes on."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ProgramNotes:
+    """What a rollout program says of a response that it has finished."""
+
+    # Any: whatever the reward understands.
+    extra: dict[str, Any]
+    """Goes to the reward, beside the columns of the data row."""
+    counts: dict[str, float]
+    """By name; their means over sequences become metrics."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class SampledResponse:
     """One response: its tokens (the end token included when it ended by `stop` on one) and their log-probs under
     softmax(logits / temperature) over the full vocabulary.
@@ -46,9 +69,33 @@ class SampledResponse:
 
     tokens: list[int]
     log_probs: list[float]
+    """Of each token; 0 where it was not sampled."""
     finish_reason: FinishReason
     versions: list[VersionSpan]
-    """Which weights sampled which tokens, in order; the counts add up to the number of tokens."""
+    """Which weights sampled which tokens, in order; the counts add up to the number of sampled tokens."""
+    turns: list[Turn] | None = None
+    """The calls of a rollout program, which cover all tokens; None: one call sampled them all."""
+    notes: ProgramNotes | None = None
+    """Of a finished response of a rollout program."""
+    seconds: float = 0.0
+    """Time that a rollout program has spent on it."""
+
+    @property
+    def mask(self) -> list[bool]:
+        """Whether each token was sampled."""
+        if self.turns is None:
+            return [True] * len(self.tokens)
+        return [sampled for turn in self.turns for sampled in (*[False] * turn.observed, *[True] * turn.sampled)]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that were sampled."""
+        return len(self.tokens) if self.turns is None else sum(turn.sampled for turn in self.turns)
+
+    @property
+    def call_start(self) -> int:
+        """Where the tokens of the last call begin."""
+        return len(self.tokens) - self.turns[-1].sampled if self.turns else 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -111,23 +158,13 @@ class EngineSpec:
     """Where an engine's server listens: loopback, or the address of its node where others must reach it."""
 
 
-class RolloutEngine(Protocol):
-    """What the loop asks of an engine.
-
-    A weight update is begin_weights -> load_weights for every bucket -> checksums, if asked -> end_weights(version);
-    after it every output carries that version. An engine that failed in between must not generate until a later update
-    ends well.
-    """
+class Generation(Protocol):
+    """The half of an engine that samples."""
 
     @property
     def at_once(self) -> int | None:
         """Sequences that run at the same time, others taking the place of those that end; None: the engine works batch
         by batch, and wants its share of the prompts in one generate call."""
-        ...
-
-    async def start(self) -> None:
-        """Start and wait until requests are answered; once per object: after `stop` comes a new one (its output goes to
-        the end of its log). Raises EngineError with the last log lines on failure."""
         ...
 
     def generate(
@@ -139,6 +176,24 @@ class RolloutEngine(Protocol):
     async def abort(self) -> None:
         """End all groups under way: the generate calls yield them at once, unfinished samples with finish reason abort
         and what they have so far. Returns when that is done; does nothing where nothing is generated."""
+        ...
+
+    async def weight_version(self) -> int:
+        """Return the version of the weights in use (0: those of the model folder)."""
+        ...
+
+
+class RolloutEngine(Generation, Protocol):
+    """What the loop asks of an engine.
+
+    A weight update is begin_weights -> load_weights for every bucket -> checksums, if asked -> end_weights(version);
+    after it every output carries that version. An engine that failed in between must not generate until a later update
+    ends well.
+    """
+
+    async def start(self) -> None:
+        """Start and wait until requests are answered; once per object: after `stop` comes a new one (its output goes to
+        the end of its log). Raises EngineError with the last log lines on failure."""
         ...
 
     async def join_weight_group(self, group: WeightGroup) -> None:
@@ -167,10 +222,6 @@ class RolloutEngine(Protocol):
 
     async def end_weights(self, version: int) -> None:
         """Close the update, drop cached prefixes, take the version and go on generating."""
-        ...
-
-    async def weight_version(self) -> int:
-        """Return the version of the weights in use (0: those of the model folder)."""
         ...
 
     async def sleep(self) -> None:

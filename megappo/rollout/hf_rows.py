@@ -99,7 +99,11 @@ class Rows:
         first = max(0, step + 1 - strings.window)
         drawn = self._tokens[self._active, first : step + 1].tolist()
         rows = self._active.tolist()
-        found = [strings.complete(self._samples[row][1].begun + tail) for row, tail in zip(rows, drawn, strict=True)]
+        samples = [self._samples[row][1] for row in rows]
+        found = [
+            strings.complete(sample.begun[sample.call_start :] + tail)
+            for sample, tail in zip(samples, drawn, strict=True)
+        ]
         return torch.tensor(found, dtype=torch.bool, device=self._tokens.device)
 
     def keep(self, kept: torch.Tensor) -> None:

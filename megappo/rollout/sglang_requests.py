@@ -48,7 +48,7 @@ def read_answer(
     """Return what was drawn, by number of the sample."""
     answers = answer if isinstance(answer, list) else [answer]  # a list only for several
     return {
-        sample.sample: _settle(_response(content), sample.begun, end_tokens, strings)
+        sample.sample: _settle(_response(content), sample.begun[sample.call_start :], end_tokens, strings)
         for sample, content in zip(samples, answers, strict=True)
     }
 

@@ -97,7 +97,7 @@ class ActorTrainer(ModelTrainer):
         if reference:
             assert self._reference is not None, "asked for the reference, which algorithm.needs_reference rules out"
         with self._reference.in_place() if reference and self._reference else nullcontext():
-            fields = self._compute_token_fields(batch, micro_batches, read)
+            fields = self._compute_token_fields(batch, micro_batches, read, predict=batch.response_mask)
         if fields is None:
             return None, {}
         found = PolicyFields(log_probs=fields[0], sum_pi_squared=fields[1] if with_squares else None)

@@ -12,6 +12,7 @@ Invariants (asserted by tests/train/test_checkpoint.py and test_checkpoint_layou
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,10 +20,12 @@ from zlib import crc32
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.transformer.module import MegatronModule
 
-from megappo.checkpoint.health import file_problem
-from megappo.checkpoint.manifest import FileRecord, read_manifest
+from megappo.checkpoint.health import Checksums, model_problems
+from megappo.checkpoint.manifest import FileRecord
+from megappo.checkpoint.reading import readable
 from megappo.device.process_group import seed_random_streams
 from megappo.device.together import run_together
 from megappo.errors import CheckpointError, DamagedCheckpointError, listed
@@ -98,11 +101,7 @@ class TrainerCheckpoints:
         """
         run_together(lambda: _check_files(Path(folder)))
         saved, common = run_together(lambda: self._check_model(Path(folder)))
-        if common["frozen_sum"] != self._sum_frozen():
-            raise CheckpointError(
-                f"{folder} holds adapters of another model: the frozen weights differ (resume with the starting "
-                "weights that the run began with)"
-            )
+        self._check_frozen(folder, common)
         self._optimizer.restore_counters(common)
         state = self._state()
         differences = self._description.layout_differences(saved)
@@ -113,6 +112,20 @@ class TrainerCheckpoints:
             self._start_random_states_anew(folder, differences)
         else:
             restore_random_state(loaded["random"])
+
+    def load_weights(self, folder: str) -> None:
+        """Take the weights of a folder that holds nothing else, as a conversion writes it; the optimizer begins anew.
+
+        Raises:
+            CheckpointError: on every rank: the folder is of another model, or cannot be read.
+        """
+        path = Path(folder)
+        saved, common = run_together(lambda: (read_description(path), _read_common(path)))
+        self._description.check_fits(replace(saved, optimizer=self._description.optimizer), path)
+        self._check_frozen(folder, common)
+        state: ShardedStateDict = {"weights": sharded_weights(self._chunks)}
+        run_together(lambda: dist_checkpointing.load(state, folder, validate_access_integrity=False))
+        self._optimizer.take_weights()
 
     def _state(self) -> ShardedStateDict:
         """Return the tensors of this rank, as views: what is stored, and what is filled."""
@@ -128,7 +141,14 @@ class TrainerCheckpoints:
         """Refuse what does not fit. Returns what the checkpoint is of, and what all ranks had in common."""
         saved = read_description(path)
         self._description.check_fits(saved, path)
-        return saved, dist_checkpointing.load_common_state_dict(str(path))
+        return saved, _read_common(path)
+
+    def _check_frozen(self, folder: str, common: Mapping[str, Any]) -> None:  # Any: numbers
+        if common.get("frozen_sum", 0) != self._sum_frozen():
+            raise CheckpointError(
+                f"{folder} holds adapters of another model: the frozen weights differ (resume with the starting "
+                "weights that the run began with)"
+            )
 
     def _start_random_states_anew(self, folder: str, differences: Mapping[str, tuple[Any, Any]]) -> None:
         """Draw other numbers than at the start of the run, which would repeat."""
@@ -151,10 +171,14 @@ class TrainerCheckpoints:
         return self._frozen_sum
 
 
+def _read_common(path: Path) -> dict[str, Any]:  # Any: numbers
+    """Return what all ranks had in common."""
+    with readable(path / COMMON_STATE_FNAME):
+        return dist_checkpointing.load_common_state_dict(str(path))
+
+
 def _check_files(path: Path) -> None:
     """Refuse files that are not as they were written. The ranks share them."""
-    records = read_manifest(path.parent).files_of(path.name)
-    own = records[dist.get_rank() :: dist.get_world_size()]
-    problems = [found for record in own if (found := file_problem(path, record, with_checksum=True)) is not None]
-    if problems or not records:
-        raise DamagedCheckpointError(f"{path} is damaged: {listed(problems) or 'its manifest names no file of it'}")
+    share = dist.get_rank(), dist.get_world_size()
+    if problems := model_problems(path, Checksums.full, share=share):
+        raise DamagedCheckpointError(f"{path} is damaged: {listed(problems)}")

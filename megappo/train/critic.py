@@ -52,9 +52,9 @@ class CriticTrainer(ModelTrainer):
         """
 
         def read(values: torch.Tensor, micro_batch: PackedMicroBatch) -> list[torch.Tensor]:
-            return [_at_predicted(values, micro_batch)]
+            return [at_predicted(values, micro_batch)]
 
-        fields = self._compute_token_fields(batch, micro_batches, read)
+        fields = self._compute_token_fields(batch, micro_batches, read, predict=batch.response_mask)
         return (None if fields is None else fields[0]), {}
 
     def update(self, experience: Experience, request: UpdateRequest) -> Metrics:
@@ -86,14 +86,14 @@ class CriticTrainer(ModelTrainer):
         ]
 
         def loss(values: torch.Tensor, index: int) -> tuple[torch.Tensor, Metrics]:
-            chosen = _at_predicted(values, packed[index])
+            chosen = at_predicted(values, packed[index])
             output = compute_value_loss(chosen, inputs[index], self.algorithm)
             return output.loss, output.metrics
 
         return packed, loss
 
 
-def _at_predicted(values: torch.Tensor, micro_batch: PackedMicroBatch) -> torch.Tensor:
+def at_predicted(values: torch.Tensor, micro_batch: PackedMicroBatch) -> torch.Tensor:
     """Values [T / R] of this rank's tokens -> values [n] of the states before the predicted tokens."""
     chosen = values.index_select(0, micro_batch.rows)
     return chosen if micro_batch.split is None else gather_tokens(chosen, micro_batch.split)

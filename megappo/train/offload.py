@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import MegatronModule
 
 from megappo.config.memory import OffloadConfig
 from megappo.device.backend import Backend
@@ -21,16 +22,17 @@ from megappo.train.optimizer import ModelOptimizer
 
 
 class TrainerMemory:
-    """Moves the tensors of one trainer on this rank; no rank waits for another."""
+    """Moves the tensors of one model on this rank; no rank waits for another."""
 
     def __init__(
         self,
         config: OffloadConfig,
-        chunks: Sequence[DistributedDataParallel],
-        optimizer: ModelOptimizer,
+        chunks: Sequence[MegatronModule],
+        optimizer: ModelOptimizer | None,
         *,
         backend: Backend,
     ) -> None:
+        """Args: optimizer: None: the model is not trained, and its weights are all there is."""
         self._config = config
         self._chunks = chunks
         self._optimizer = optimizer
@@ -42,7 +44,7 @@ class TrainerMemory:
     def release(self, *, keep_params: bool = False) -> None:
         """Move out what the configuration names, the weights only unless `keep_params`."""
         params = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
-        if self._config.optimizer:
+        if self._config.optimizer and self._optimizer is not None:
             state = [tensor for tensor in self._optimizer.state_tensors() if tensor.device == params[0].device]
             self._state.leave(state)
         if self._config.grads:
@@ -102,6 +104,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return whole.set_(storage, 0, (storage.nbytes(),))
 
 
-def _gradient_buffers(chunk: DistributedDataParallel) -> list[torch.Tensor]:
+def _gradient_buffers(chunk: MegatronModule) -> list[torch.Tensor]:
+    if not isinstance(chunk, DistributedDataParallel):
+        return []
     wrapper: Any = chunk  # Any: pyright takes `buffers` for the method of torch's modules
     return [buffer.grad_data for buffer in wrapper.buffers + wrapper.expert_parallel_buffers]

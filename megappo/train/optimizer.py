@@ -155,6 +155,10 @@ class ModelOptimizer:
                 for weight in group["params"] if self.step_number else ():
                     self._make_state(part.optimizer, weight)
 
+    def take_weights(self) -> None:
+        """Go on from weights that were read into the model, where the optimizer steps copies of them."""
+        self._megatron.reload_model_params()
+
     def _make_state(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
         """Give a weight the state that it has after a step."""
         state = optimizer.state[weight]

@@ -25,12 +25,15 @@ import numpy as np
 import torch
 
 from megappo.batch.fields import BatchError
-from megappo.batch.stages import Experience, RolloutBatch
+from megappo.batch.stages import Experience, RolloutBatch, TextBatch
 from megappo.models.attention import PackedSequences, pack_lengths
 from megappo.models.context import WHOLE, ContextShare, held_positions
 from megappo.train.context import TokenSplit, split_tokens
 
 T = TypeVar("T", int, np.ndarray)
+
+PackableBatch = RolloutBatch | Experience | TextBatch
+"""Sequences of tokens with ids."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -79,7 +82,7 @@ class PackedMicroBatch:
 
 
 def pack_micro_batches(
-    batch: RolloutBatch | Experience,
+    batch: PackableBatch,
     micro_batches: Sequence[Sequence[int]],
     *,
     predict: np.ndarray,
@@ -138,7 +141,7 @@ class _Lengths:
 
 
 def _pack(
-    batch: RolloutBatch | Experience,
+    batch: PackableBatch,
     sequences: np.ndarray,
     lengths: _Lengths,
     *,
@@ -195,7 +198,7 @@ def _positions_of(sequence_ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray
     return order[places]
 
 
-def _check_use(batch: RolloutBatch | Experience, used: np.ndarray, predict: np.ndarray) -> None:
+def _check_use(batch: PackableBatch, used: np.ndarray, predict: np.ndarray) -> None:
     """Raise BatchError when a sequence is used twice or a token without predecessor is to be predicted."""
     repeated = np.flatnonzero(np.bincount(used, minlength=batch.num_sequences) > 1)
     if len(repeated):

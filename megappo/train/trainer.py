@@ -1,4 +1,4 @@
-"""What actor and critic have in common: one Megatron model, its optimizer, and passes over packed micro-batches.
+"""What actor, critic and a reward model in training have in common: one Megatron model and its optimizer.
 
 Shapes: T input tokens of a micro-batch, H hidden features.
 
@@ -8,9 +8,8 @@ gradient by the data-parallel size, and multiplies by the context-parallel size.
 compensated for here: see `_sum_instead_of_average`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,42 +20,33 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megappo.batch.fields import BatchError
 from megappo.batch.requests import MiniBatch
-from megappo.batch.stages import Experience, RolloutBatch, TokenField
+from megappo.batch.stages import Experience
 from megappo.config.model import ModelConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.run import ActorConfig, CriticConfig
 from megappo.device.backend import Backend
-from megappo.models.architecture import read_architecture
-from megappo.models.build import Head, build_model
-from megappo.models.context import ContextShare
+from megappo.models.build import Head
 from megappo.models.description import ModelDescription
-from megappo.models.expert_ranks import most_of_expert_ranks
-from megappo.models.load import load_hf_weights
-from megappo.models.precision import fp8_token_multiple
-from megappo.models.random_weights import draw_random_weights
-from megappo.models.save import save_hf_model
 from megappo.observability.metrics import Metrics, maximum, mean, merge
 from megappo.train.checkpoint import TrainerCheckpoints
 from megappo.train.offload import TrainerMemory
 from megappo.train.optimizer import ModelOptimizer, StepOutcome
-from megappo.train.packing import PackedMicroBatch, PackingRules, pack_micro_batches
-from megappo.train.weight_facts import weight_facts
-
-T = TypeVar("T")
+from megappo.train.packed_model import PackedModel
+from megappo.train.packing import PackedMicroBatch
 
 LossFunction = Callable[[torch.Tensor, int], tuple[torch.Tensor, Metrics]]
 """Model output of a micro-batch ([T, H] hidden states or [T] values), its number -> loss to sum, metrics to merge."""
 
 
-class ModelTrainer:
-    """One model on this rank. All ranks that hold a part of it call every method together, with the same arguments
-    within a data-parallel rank. Results are there on the output rank only."""
+class ModelTrainer(PackedModel):
+    """One model on this rank that is trained."""
+
+    chunks: list[DistributedDataParallel]
 
     def __init__(
         self,
@@ -77,40 +67,16 @@ class ModelTrainer:
         Raises:
             CapabilityError: the layout asks for what the model cannot do.
         """
+        super().__init__(path=path, model=model, parallelism=training.parallelism, lora=training.lora)
         self.role = role
-        self._path = path
-        parallelism, optim = training.parallelism, training.optim
-        self.parallelism = parallelism
-        self.architecture = read_architecture(path)
-        chunks = build_model(
-            self.architecture,
-            model=model,
-            parallelism=parallelism,
-            head=head,
-            backend=backend,
-            lora=training.lora,
-            seed=seed,
-        )
-        if model.random_weights:
-            draw_random_weights(chunks)
-        else:
-            load_hf_weights(chunks, self.architecture, path)
+        optim = training.optim
+        chunks = self._build(head, backend, seed=seed)
         self.chunks = [_wrap(chunk, optim, first=index == 0) for index, chunk in enumerate(chunks)]
         _let_gradients_overlap(self.chunks, optim)
         self.optimizer = ModelOptimizer(optim, self.chunks, dtype=model.dtype)
         self.memory = TrainerMemory(training.offload, self.chunks, self.optimizer, backend=backend)
-        self.device = next(self.chunks[0].parameters()).device
         description = self._describe(model, training)
         self.checkpoints = TrainerCheckpoints(self.chunks, self.optimizer, description, seed=seed)
-        interleaved = parallelism.virtual_pipeline is not None
-        self._rules = PackingRules(
-            multiple=(parallelism.tensor if parallelism.sequence else 1) * fp8_token_multiple(model.fp8),
-            # Without virtual stages the stages tell each other the shapes (models/build.py).
-            equal_counts=interleaved,
-            share=ContextShare.of_this_rank(),
-        )
-        # The interleaved schedule runs micro-batches in groups of the number of stages.
-        self._micro_batch_multiple = parallelism.pipeline if interleaved else 1
 
     def _describe(self, model: ModelConfig, training: ActorConfig | CriticConfig) -> ModelDescription:
         """Return what a checkpoint of this trainer is of."""
@@ -122,15 +88,6 @@ class ModelTrainer:
             world_size=dist.get_world_size(),
             lora=training.lora,
             optimizer=self.optimizer.kind,
-        )
-
-    @property
-    def is_output_rank(self) -> bool:
-        """Whether results come back on this rank: first tensor and context rank of the last pipeline stage."""
-        return (
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_context_parallel_rank() == 0
         )
 
     def begin_save(self, folder: str) -> None:
@@ -151,75 +108,9 @@ class ModelTrainer:
         self.memory.require_all()
         self.checkpoints.load(folder)
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder, with the side files of the starting model. All ranks take part.
-
-        Raises:
-            CheckpointError: on every rank, when one of them cannot write.
-        """
-        self.memory.require_params()
-        save_hf_model(self.chunks, self._path, folder)
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Return the checksums of the tensors that this rank sends in an export, by Hugging Face name. All ranks take
-        part; layouts and devices give the same ones."""
-        self.memory.require_params()
-        return {name: facts.checksum for name, facts in weight_facts(self.chunks).items()}
-
-    def _pack(
-        self, batch: RolloutBatch | Experience, micro_batches: Sequence[Sequence[int]], predict: np.ndarray
-    ) -> list[PackedMicroBatch]:
-        """Pack the micro-batches of one pass, with empty ones behind them where the schedule wants a multiple, or where
-        ranks with more micro-batches meet this one in the experts."""
-        count = most_of_expert_ranks(len(micro_batches), self.device)
-        missing = count + -count % self._micro_batch_multiple - len(micro_batches)
-        return pack_micro_batches(
-            batch, [*micro_batches, *[[]] * missing], predict=predict, rules=self._rules, device=self.device
-        )
-
     def _predicted(self, micro_batch: PackedMicroBatch, values: np.ndarray | None) -> torch.Tensor | None:
         """Return a per-token field [N] of the batch at the predicted tokens, [n] on the model's device."""
         return None if values is None else self._tensor(values[micro_batch.token_index])
-
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
-
-    def _compute_token_fields(
-        self,
-        batch: RolloutBatch,
-        micro_batches: Sequence[Sequence[int]],
-        read: Callable[..., Sequence[torch.Tensor]],
-    ) -> list[TokenField] | None:
-        """Run a forward pass over all sequences and return one field per quantity read, in the order of the batch.
-
-        Args:
-            read: (model output, its micro-batch) -> quantities [n] fp32, one number per predicted token.
-
-        Raises:
-            BatchError: a sequence of the batch is in no micro-batch.
-        """
-        named = sum(len(ids) for ids in micro_batches)
-        if named != batch.num_sequences:
-            raise BatchError(f"micro-batches name {named} sequences, the batch has {batch.num_sequences}")
-        packed = self._pack(batch, micro_batches, batch.response_mask)
-        results = self._run_forward(packed, lambda output, index: read(output, packed[index]))
-        if not self.is_output_rank:
-            return None
-        fields: list[TokenField] = []
-        for quantity in zip(*results):
-            values = np.zeros(batch.num_tokens, np.float32)
-            for micro_batch, numbers in zip(packed, quantity):
-                values[micro_batch.token_index] = numbers.cpu().numpy()
-            fields.append(TokenField(offsets=batch.offsets, values=values, sequence_ids=batch.sequence_ids))
-        return fields
-
-    def _run_forward(self, packed: list[PackedMicroBatch], read: Callable[[torch.Tensor, int], T]) -> list[T]:
-        """Return `read(output, number)` of every micro-batch, in order; an empty list before the last stage."""
-        self.memory.require_params()
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad():
-            return self._schedule(packed, lambda output, index, non_loss_data: read(output, index), forward_only=True)
 
     def _run_forward_backward(self, packed: list[PackedMicroBatch], loss: LossFunction) -> list[tuple[float, Metrics]]:
         """Add the gradient of the summed loss to the gradient buffers, then sum these over the data-parallel ranks.
@@ -236,31 +127,6 @@ class ModelTrainer:
             return value, torch.zeros((), dtype=torch.int, device=value.device), (value.item(), metrics)
 
         return self._schedule(packed, summed, forward_only=False)
-
-    def _schedule(self, packed: list[PackedMicroBatch], function: Callable[..., Any], *, forward_only: bool) -> Any:
-        """Run Megatron's schedule; returns what it collected from `function`."""
-
-        def forward_step(micro_batches: Iterator[tuple[int, PackedMicroBatch]], chunk: DistributedDataParallel) -> Any:
-            index, micro_batch = next(micro_batches)
-            output = chunk(
-                micro_batch.input_ids,
-                micro_batch.position_ids,
-                None,
-                packed_seq_params=micro_batch.packed_seq_params,
-            )
-            return output, lambda output, **options: function(output.squeeze(0), index, **options)
-
-        iterators = [iter(list(enumerate(packed))) for _ in self.chunks]
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=list(self.chunks),
-            num_microbatches=len(packed),
-            seq_length=packed[0].num_tokens,  # of all context-parallel ranks: schedules.py:1020,1963 divides by them
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
 
     def _optimize(self, steps: Sequence[tuple[list[PackedMicroBatch], LossFunction]], *, epochs: int) -> Metrics:
         """Take one optimizer step per entry of `steps`, in order, `epochs` times over. See `_step_metrics`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megappo.errors import CheckpointError
+from megappo.errors import CheckpointError, StorageError
 from megappo.weight_sync.transport import SenderSpec
 from megappo.weights.buckets import BucketMeta, open_bucket
 from megappo.weights.safetensors_io import finish_folder, partial_folder, shard_files, start_folder, write_shard
@@ -76,13 +76,13 @@ class VersionFolder:
         return self.path(version)
 
     def keep(self, version: int) -> None:
-        """Name this version as the one to use, and remove all others. Raises CheckpointError."""
+        """Name this version as the one to use, and remove all others. Raises StorageError."""
         new = self._folder / f".{_VERSION}"
         try:
             new.write_text(json.dumps({"version": version, "folder": self.path(version).name}) + "\n", encoding="utf-8")
             os.replace(new, self._folder / _VERSION)
         except OSError as error:
-            raise CheckpointError(f"{self._folder / _VERSION} cannot be written: {error}") from error
+            raise StorageError(f"{self._folder / _VERSION} cannot be written: {error}") from error
         for other in self._folder.iterdir():
             if other.name.lstrip(".").startswith("version-") and other != self.path(version):
                 shutil.rmtree(other, ignore_errors=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megappo.errors import CheckpointError
+from megappo.errors import CheckpointError, StorageError
 from megappo.weights.buckets import TensorMeta, torch_dtype
 
 _DTYPES = {
@@ -122,7 +122,7 @@ def write_safetensors(path: Path, metas: Sequence[TensorMeta], tensors: Iterable
     """Write a file of tensors that are taken one by one, in the order of `metas`, and wait until it is on disk.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        StorageError: the file cannot be written.
     """
     entries: dict[str, Any] = {"__metadata__": _METADATA}  # Any: values of a JSON object
     place = 0
@@ -142,4 +142,4 @@ def write_safetensors(path: Path, metas: Sequence[TensorMeta], tensors: Iterable
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        raise StorageError(f"{path} cannot be written: {error}") from error

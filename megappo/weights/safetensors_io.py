@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megappo.errors import CheckpointError
+from megappo.errors import CheckpointError, StorageError
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.name_map import Partition
 from megappo.weights.safetensors_file import SafetensorsFile
@@ -113,22 +113,22 @@ def shard_files(num_shards: int) -> list[str]:
 
 
 def write_shard(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one weight file. Raises CheckpointError."""
+    """Write one weight file. Raises StorageError."""
     try:
         # transformers refuses files without this metadata.
         save_file(dict(tensors), file, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be written: {error}") from error
+        raise StorageError(f"{file} cannot be written: {error}") from error
 
 
 def start_folder(output: Path) -> None:
-    """Make the empty `partial_folder`. Raises CheckpointError."""
+    """Make the empty `partial_folder`. Raises StorageError."""
     partial = partial_folder(output)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"{partial} cannot be made: {error}") from error
+        raise StorageError(f"{partial} cannot be made: {error}") from error
 
 
 def finish_folder(
@@ -140,7 +140,7 @@ def finish_folder(
     with `config_changes`, the others (tokenizer, chat template, generation config) as they are.
 
     Raises:
-        CheckpointError: a file cannot be written. Whatever had the name before is still there.
+        StorageError: a file cannot be written. Whatever had the name before is still there.
     """
     partial = partial_folder(output)
     try:
@@ -151,7 +151,7 @@ def finish_folder(
         config = json.loads((partial / "config.json").read_text(encoding="utf-8")) | dict(config_changes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{output} cannot be written: {error}") from error
+        raise StorageError(f"{output} cannot be written: {error}") from error
     name_folder(output)
 
 
@@ -159,17 +159,28 @@ def name_folder(output: Path) -> None:
     """Give the `partial_folder` its name, in place of one that had it.
 
     Raises:
-        CheckpointError: the folder cannot be renamed. Whatever had the name before is still there.
+        StorageError: the folder cannot be renamed. Whatever had the name before is still there.
     """
-    old = output.with_name(f".{output.name}.old")
+    old = _former_folder(output)
     try:
-        shutil.rmtree(old, ignore_errors=True)
+        _settle_former(output)
         if output.exists():
             os.rename(output, old)
-        os.rename(partial_folder(output), output)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            os.rename(partial_folder(output), output)
+        finally:
+            _settle_former(output)
     except OSError as error:
-        raise CheckpointError(f"{output} cannot be written: {error}") from error
+        raise StorageError(f"{output} cannot be written: {error}") from error
+
+
+def _settle_former(output: Path) -> None:
+    """Give a folder that made room its name back where no other has it (a kill came between two renames), else remove
+    it. Raises OSError."""
+    old = _former_folder(output)
+    if old.exists() and not output.exists():
+        os.rename(old, output)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -184,6 +195,11 @@ def side_files(folder: Path) -> list[Path]:
 def partial_folder(output: Path) -> Path:
     """Return the folder in which the model `output` is put together."""
     return output.with_name(f".{output.name}.partial")
+
+
+def _former_folder(output: Path) -> Path:
+    """Return where the folder of that name is while it makes room for another."""
+    return output.with_name(f".{output.name}.old")
 
 
 def _write_index(folder: Path, buckets: Sequence[BucketMeta]) -> None:

@@ -95,3 +95,6 @@ def test_the_coefficient_survives_a_checkpoint() -> None:
     saved.update([np.full(256, 5.0)])
     restored.load_state_dict(saved.state_dict())
     assert restored.value == saved.value != 0.1
+    fixed = coefficient()
+    fixed.load_state_dict({"value": 0.7})
+    assert fixed.value == 0.1, "what the configuration says now"

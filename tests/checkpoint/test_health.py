@@ -49,14 +49,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Checksums, str]] = {
         Checksums.full,
         "actor/rank_0.bin has another checksum than when it was written",
     ),
-    "a file of the loop is changed": (lambda step: _flip(step / "loop.json"), Checksums.loop, "loop.json has another"),
+    "a file of the loop is changed": (lambda step: _flip(step / "loop.json"), Checksums.small, "loop.json has another"),
     "no manifest": (lambda step: (step / MANIFEST).unlink(), Checksums.none, "holds no manifest.json: it is no"),
     "an empty manifest": (lambda step: os.truncate(step / MANIFEST, 0), Checksums.none, "cannot be read: JSONDecode"),
     "a list for a manifest": (lambda step: (step / MANIFEST).write_text("[]"), Checksums.none, "cannot be read: Type"),
     "another format": (
-        lambda step: (step / MANIFEST).write_text('{"format": 2}'),
+        lambda step: (step / MANIFEST).write_text('{"format": 1}'),
         Checksums.none,
-        "has format 2, this version of megappo reads format 1",
+        "has format 1, this version of megappo reads format 2",
     ),
     "another number in the manifest": (
         lambda step: (step / MANIFEST).write_text((step / MANIFEST).read_text().replace(": 13,", ": 14,")),
@@ -177,7 +177,22 @@ def test_resume_is_never_auto_or_a_folder_under_any_name(directory: Path) -> Non
     given_one = checkpoint_to_resume(str(elsewhere), directory, OnDamaged.previous)
     assert newest is not None and newest.manifest.step == 3
     assert given_one is not None and content(given_one) == written(2)
-    with pytest.raises(
-        CheckpointError, match=r"cannot be resumed from: .* holds no manifest.json.*give another folder"
+
+
+def test_what_people_take_for_a_checkpoint_is_refused_with_what_it_is(directory: Path, tmp_path: Path) -> None:
+    newest = rf"give one, the newest is {directory / 'step_000003'}"
+    for name in ("nothing", "model", "converted"):
+        (tmp_path / name).mkdir()
+    for name in ("model", "converted"):
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "converted" / "__0_0.distcp").touch()
+    for folder, said in (
+        (directory, newest),
+        (directory.parent, newest),
+        (directory / "step_000003" / "actor", rf"one part of a checkpoint \(give {directory / 'step_000003'}\)"),
+        (tmp_path / "model", r"weights alone, and not where a run was \(start a new run from them: model.path=DIR\)"),
+        (tmp_path / "converted", r"weights alone, .*`megappo convert megatron-to-hf` makes of it"),
+        (tmp_path / "nothing", r"cannot be resumed from: .* holds no manifest.json.*give another folder"),
     ):
-        checkpoint_to_resume(str(directory.parent), directory, OnDamaged.previous)
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint_to_resume(str(folder), directory, OnDamaged.previous)

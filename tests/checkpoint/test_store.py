@@ -52,15 +52,15 @@ def test_files_of_ranks_are_not_read_again(store: CheckpointStore) -> None:
     folder = store.begin(1)
     (folder / "actor").mkdir()
     (folder / "actor" / "a").write_bytes(b"12345")
-    store.commit(1, [FileRecord(path="actor/a", num_bytes=5, sha256="of the rank")])
-    assert read_manifest(store.directory / "step_000001").files[0].sha256 == "of the rank"
+    store.commit(1, [FileRecord(path="actor/a", num_bytes=5, xxh3_128="of the rank")])
+    assert read_manifest(store.directory / "step_000001").files[0].xxh3_128 == "of the rank"
 
 
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        (FileRecord(path="actor/gone", num_bytes=1, sha256="0"), "actor/gone is missing"),
-        (FileRecord(path="loop.json", num_bytes=99, sha256="0"), "loop.json has 2 bytes, 99 were written"),
+        (FileRecord(path="actor/gone", num_bytes=1, xxh3_128="0"), "actor/gone is missing"),
+        (FileRecord(path="loop.json", num_bytes=99, xxh3_128="0"), "loop.json has 2 bytes, 99 were written"),
     ],
 )
 def test_a_file_that_is_not_as_its_rank_wrote_it_fails_the_save(
@@ -200,7 +200,7 @@ def test_a_folder_that_vanishes_while_it_is_written_is_named(store: CheckpointSt
 def test_a_manifest_that_other_programs_read_says_its_format(store: CheckpointStore) -> None:
     folder = write(store, 1)
     content = json.loads((folder / "manifest.json").read_text())
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert content["files"][1] == asdict(record_files(folder, [folder / "loop.json"])[0])
 
 

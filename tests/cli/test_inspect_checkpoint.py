@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (written / "rollouts").mkdir()
         waiting = {"carried": {"sequences": [{}, {}]}, "next_step": {"train": {"sequences": [{}] * 4}}}
         (written / "rollouts" / "waiting.json").write_text(json.dumps(waiting))
+        np.savez(written / "rollouts" / "begun.npz", sequence_ids=np.arange(3))
         ranks = list((written / "actor").iterdir())
         store.commit(step, record_files(written, ranks))
         store.record_score(step, "reward/mean", {2: 0.9, 4: 0.5, 6: 0.4}[step])
@@ -128,7 +130,7 @@ def test_one_checkpoint_says_what_is_in_it(run: Path, capsys: pytest.CaptureFixt
     assert facts["rollouts"] == {
         "carried_sequences": 2,
         "next_step_sequences": 4,
-        "unfinished_sequences": 0,
+        "unfinished_sequences": 3,
         "open_draws": 1,
     }
 
@@ -165,7 +167,15 @@ def test_a_damaged_one_is_code_1(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("file", "text"),
-    [("actor/model.json", "?"), ("actor/.metadata", "?"), ("loop.json", "[]"), ("versions.json", "[]")],
+    [
+        ("actor/model.json", "?"),
+        ("actor/.metadata", "?"),
+        ("actor/common.pt", "?"),
+        ("loop.json", "[]"),
+        ("versions.json", "[]"),
+        ("config.yaml", "[]"),
+        ("rollouts/begun.npz", "?"),
+    ],
 )
 def test_content_that_cannot_be_used_is_damage_whatever_its_size(
     file: str, text: str, run: Path, capsys: pytest.CaptureFixture[str]
@@ -177,6 +187,13 @@ def test_content_that_cannot_be_used_is_damage_whatever_its_size(
         code, facts = _inspect(capsys, run / "checkpoints" / "step_000006")
         assert code == 1 and not facts["whole"] and facts["problems"]
         assert main(["inspect", "checkpoint", str(run / "checkpoints" / "step_000006")]) == 1
+        model = ["inspect", "checkpoint", str(path.parent), "--json"]
+        if path.parent.name == "actor":
+            capsys.readouterr()
+            assert main(model) == 1 and path.name in json.loads(capsys.readouterr().out)["problem"]
+        capsys.readouterr()
+        code, facts = _inspect(capsys, run / "checkpoints" / "step_000006", "--config", *RUN)
+        assert code == 1 and "resume" not in facts, "nothing is compared with it"
     finally:
         path.write_bytes(before)
 
@@ -211,6 +228,6 @@ def test_a_folder_without_checkpoints_is_told_of(
 ) -> None:
     for name in content:
         (tmp_path / name).write_text("step_000004")
-    assert main(["inspect", "checkpoint", str(tmp_path)]) == 1
+    assert main(["inspect", "checkpoint", str(tmp_path)]) == (1 if content else 2)
     out, err = capsys.readouterr()
     assert "holds no checkpoint" in err if not content else "names step_000004, which is not there" in out

@@ -236,6 +236,48 @@ def test_a_weight_that_is_no_number_is_named(step_2: Path, replayed: Replay) -> 
     assert found["non_finite_recorded"] == 0 and found["non_finite_replayed"] == found["tokens"]
 
 
+@pytest.mark.parametrize("text", [b"null", b"[1]", b"", b"[" * 100_000, bytes(range(256)), b'{"format": 2}'])
+def test_every_file_of_a_record_that_is_changed_is_refused_by_name(
+    text: bytes, step_2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in [path for path in step_2.iterdir() if path.is_file()]:
+        content = file.read_bytes()
+        file.write_bytes(text.ljust(len(content), b"\n"))  # its size does not tell
+        assert main(["replay", str(step_2), "--phase", "log_probs"]) == 2, file
+        assert file.name in capsys.readouterr().err
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_exported_weights_that_are_damaged_are_refused_by_name(name: str, step_2: Path, replayed: Replay) -> None:
+    file = step_2 / "weights" / "actor" / name
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises((MegappoError, RankError), match=name):
+        replayed(step_2, "log_probs")
+
+
+def test_weights_of_a_converted_folder_are_taken_without_an_optimizer(
+    run_folder: Path, step_2: Path, tmp_path: Path, replayed: Replay, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actor = run_folder / "checkpoints" / "step_000001" / "actor"
+    converted = tmp_path / "converted"
+    options = ["--checkpoint", str(actor), "--out", str(converted), "--hf", str(run_folder / "model")]
+    assert main(["convert", "reshard", *options, "--weights-only", "--tp", "2"]) == 0
+    shutil.rmtree(step_2 / "weights" / "actor")
+    capsys.readouterr()
+    code, report = replayed(step_2, "update", weights=converted)
+    assert code == 0 and report["weights"]["actor"] == f"a converted folder, {converted}"
+    assert {found["name"] for found in report["numbers"]} >= {"actor/first_step/loss", "actor/first_step/grad_norm"}
+
+
+def test_a_model_out_of_its_checkpoint_is_refused_by_its_own_name(
+    run_folder: Path, step_2: Path, tmp_path: Path, replayed: Replay
+) -> None:
+    alone = shutil.copytree(run_folder / "checkpoints" / "step_000001" / "actor", tmp_path / "alone" / "actor")
+    with pytest.raises(RecordError, match=f"--weights {alone} is one model of a checkpoint, without the manifest.json"):
+        replayed(step_2, "log_probs", weights=alone)
+
+
 def test_weights_of_another_step_are_refused(run_folder: Path, step_2: Path, replayed: Replay) -> None:
     other = run_folder / "records" / "step_000001" / "weights" / "actor"
     with pytest.raises(RankError, match=r"with other values: lm_head.weight, .* \(give the weights before the update"):
@@ -276,7 +318,12 @@ def test_a_few_sequences_are_enough_for_log_probs(step_2: Path, replayed: Replay
         (("tenser=2",), {}, r"actor.parallelism.tenser=2 is not a key .*did you mean actor.parallelism.tensor\?"),
         (("data=0",), {}, r"--layout data=0 must be a positive number"),
         ((), {"overrides": ["model.dtype=half"]}, r"model.dtype=half must be one of float32, bfloat16"),
-        ((), {"tolerance": -1.0}, r"--tolerance -1.0 must be 0 or more"),
+        (("data=17",), {}, r"--layout data=17 must be at most 16, the sequences of"),
+        (("data=\u00b2",), {}, r"--layout data=\u00b2 must be a positive number"),
+        ((), {"overrides": ["batching.micro_batch_tokens=-1"]}, r"batching.micro_batch_tokens=-1"),
+        ((), {"tolerance": float("nan")}, r"--tolerance nan must be a number from 0 on"),
+        ((), {"tolerance": float("inf")}, r"--tolerance inf must be a number from 0 on"),
+        ((), {"tolerance": -1.0}, r"--tolerance -1.0 must be a number from 0 on"),
         ((), {"weights": Path("nowhere")}, r"--weights nowhere holds no weights of the actor"),
     ],
 )
@@ -305,7 +352,7 @@ def test_the_command_prints_a_table(step_2: Path, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert printed.startswith("record    step 2, 16 sequences, ") and printed.endswith("all within tolerance 1e-05\n")
     assert "advantages                         0           0" in printed
-    assert main(["replay", str(step_2.parent), "--phase", "advantages"]) == MegappoError.exit_code + 1
+    assert main(["replay", str(step_2.parent), "--phase", "advantages"]) == 2
     assert "is no record of a step" in capsys.readouterr().err
 
 
@@ -316,5 +363,5 @@ def test_the_command_starts_the_processes_it_needs(step_2: Path, capsys: pytest.
     printed = capsys.readouterr().out
     assert "replayed  log_probs on tensor 2" in printed and "all within tolerance 1e-05" in printed
     spoil_weight(step_2 / "weights" / "actor", "model.norm.weight")
-    assert main(command) == 1
+    assert main(command) == 2
     assert "1 with other values: model.norm.weight (1 not finite)" in capsys.readouterr().err

@@ -9,9 +9,9 @@ import pytest
 
 from megappo.config.data import DataConfig, SourceConfig
 from megappo.config.model import ModelConfig, RandomModelConfig
-from megappo.config.record import SftConfig
 from megappo.config.rollout import RolloutConfig, SamplingConfig
 from megappo.config.run import RunConfig
+from megappo.config.supervised import SftConfig
 
 
 @pytest.fixture

@@ -26,12 +26,16 @@ from megappo.errors import ConfigError
             "checkpoint.best_mode=min has no use with checkpoint.keep_best=null (leave it out, or name a metric there)",
         ),
         (
-            CheckpointConfig(keep_best="val/reward/men"),
-            "checkpoint.keep_best=val/reward/men is no metric (did you mean val/reward/mean",
+            CheckpointConfig(keep_best="reward/men"),
+            "checkpoint.keep_best=reward/men is no metric (did you mean reward/mean",
         ),
         (
             CheckpointConfig(keep_best="val/reward/mean"),
             "checkpoint.keep_best=val/reward/mean is never measured: trainer.test_freq=-1",
+        ),
+        (
+            CheckpointConfig(keep_best="critic/value_loss"),
+            "checkpoint.keep_best=critic/value_loss is never measured: algorithm.advantage.name=grpo trains no critic",
         ),
         (
             CheckpointConfig(save_before_deadline="90"),

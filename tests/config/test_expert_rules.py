@@ -124,3 +124,16 @@ def test_the_folder_is_held_against_the_layout(config: RunConfig, use_model: Cal
         "actor.parallelism.expert",
         "actor.parallelism.sequence",
     ]
+
+
+@pytest.mark.parametrize("content", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_an_engine_that_takes_dense_layers_for_sparse_ones_is_refused(
+    content: dict[str, object], config: RunConfig, use_model: Callable[[dict[str, Any]], Path]
+) -> None:
+    use_model(QWEN3_MOE | content)
+    assert "rollout.engine" not in [violation.key for violation in check_files(config)], "of the engine hf"
+    config.rollout.engine = "sglang"
+    found = next(violation for violation in check_files(config) if violation.key == "rollout.engine")
+    assert found.value == "sglang" and "use rollout=hf" in found.remedy
+    use_model(QWEN3_MOE)
+    assert "rollout.engine" not in [violation.key for violation in check_files(config)]

@@ -6,13 +6,17 @@ from megappo.config.run import RunConfig
 from megappo.data.sources import SOURCES
 from megappo.rewards import REWARDS
 from megappo.rollout import ENGINES
+from megappo.rollout.agents import AGENTS
+from megappo.rollout.agents.tool_formats import TOOL_FORMATS
 from megappo.weight_sync import TRANSPORTS
 
 
 def test_the_tables_are_the_registries() -> None:
+    assert list(name_rules.AGENTS) == AGENTS.names()
     assert list(name_rules.ENGINES) == ENGINES.names()
     assert list(name_rules.REWARDS) == REWARDS.names()
     assert list(name_rules.SOURCES) == SOURCES.names()
+    assert list(name_rules.TOOL_FORMATS) == TOOL_FORMATS.names()
     assert list(name_rules.TRANSPORTS) == TRANSPORTS.names()
 
 

@@ -50,7 +50,7 @@ def test_a_sound_configuration_breaks_no_rule(config: RunConfig) -> None:
         ("actor.parallelism.virtual_pipeline", 2, "actor.parallelism.virtual_pipeline=2 must be at least 2 and needs"),
         ("trainer.resume", "atuo", "trainer.resume=atuo must be auto, never or a path with a /"),
         ("run.name", "a/b", "run.name=a/b must be the name of one folder"),
-        ("reward.name", "model", "reward.model_path=null must be given with reward.name=model"),
+        ("reward.name", "model", "reward.model_path=null must be given for the reward `model`"),
         ("data.max_prompt_tokens", 249, "data.max_prompt_tokens=249 plus 8 new tokens is more than"),
     ],
 )

@@ -25,7 +25,11 @@ def broken(*overrides: str) -> dict[str, str]:
         ([CUDA, "weight_sync.transport=ipc"], "rollout.num_engines", "use rollout.num_engines=2, or"),
         (["cluster.address=10.0.0.1:6379", "weight_sync.transport=disk"], "weight_sync.folder", "a shared file system"),
         (["weight_sync.pause=retract"], "weight_sync.pause", "use wait"),
-        (["controller=one_step_off", "weight_sync.pause=abort"], "weight_sync.pause", "use wait"),
+        (
+            ["controller=one_step_off", "rollout=hf", "weight_sync.pause=in_place"],
+            "weight_sync.pause",
+            "use wait or abort",
+        ),
         (["weight_sync.retries=-1"], "weight_sync.retries", "use 0 or more"),
     ],
 )
@@ -48,6 +52,9 @@ def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], key: st
         [CUDA, "weight_sync.transport=disk"],
         ["cluster.address=10.0.0.1:6379", "weight_sync.transport=disk", "weight_sync.folder=/shared/weights"],
         ["weight_sync.pause=wait"],
+        ["controller=one_step_off", "weight_sync.pause=in_place"],
+        ["controller=one_step_off", "weight_sync.pause=retract"],
+        ["controller=one_step_off", "rollout=hf", "weight_sync.pause=abort"],
     ],
 )
 def test_what_works_is_taken(overrides: list[str]) -> None:

@@ -181,10 +181,10 @@ def test_where_the_files_of_a_rank_have_changed_the_checkpoint_before_is_used(wh
     done = whole("critic and adaptive KL")
     shutil.copytree(done.folder, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step_000006"
-    table = newest / "critic" / "table.pt"
+    table = newest / "critic" / "table.distcp"
     table.write_bytes(b"?" * table.stat().st_size)  # the size is right: only who loads it can tell
     config = resuming(CONFIGS["critic and adaptive KL"]())
-    with pytest.raises(DamagedCheckpointError, match=r"table\.pt"):
+    with pytest.raises(DamagedCheckpointError, match=r"table\.distcp"):
         start(config, tmp_path / "run").controller.prepare()
     asked: list[Path] = []
 

@@ -19,15 +19,16 @@ from megappo.config.memory import RecomputeConfig
 from megappo.config.rollout import RolloutConfig, SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.config.trainer import TrainerConfig
+from megappo.controller.evaluate import Evaluation
 from megappo.controller.loop import PPOController
-from megappo.controller.rollouts import ScoredRollouts, draw_prompts
+from megappo.controller.rollouts import draw_prompts
 from megappo.controller.state import DrawIds
 from megappo.controller.step import Components, StepResult
 from megappo.controller.throughput import ModelThroughput, StepThroughput
 from megappo.data.sampler import PromptSampler
 from megappo.data.types import Prompt
 from megappo.observability.flops import ModelFlops
-from megappo.observability.metrics import Metrics, values
+from megappo.observability.metrics import values
 from megappo.observability.run_directory import RunDirectory
 from megappo.rewards.types import Reward, Sample
 from tests.fakes.bigram_rollout import EOS, FakeRollout
@@ -75,8 +76,10 @@ class Recorder:
     def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
         self.steps.append(values(result.metrics))
 
-    def on_validation(self, step: int, metrics: Metrics, rollouts: ScoredRollouts) -> None:
-        self.validations.append((step, values(metrics)["val/reward/mean"]))
+    def on_answered(self, done: int, expected: int) -> None: ...
+
+    def on_validation(self, step: int, evaluation: Evaluation) -> None:
+        self.validations.append((step, values(evaluation.metrics)["val/reward/mean"]))
 
     def on_checkpoint(self, folder: Path) -> None:
         self.saved.append(folder)
@@ -116,7 +119,7 @@ def make_controller(
         reward=FakeReward(share_of_threes),
         actor=actor,
         critic=critic,
-        weight_sync=FakeWeightSync(actor=actor, rollout=rollout),
+        weight_sync=FakeWeightSync(actor=actor, rollout=rollout, pause=config.weight_sync.pause),
         kl_coefficient=KLCoefficient(config.algorithm.kl.in_reward),
         workload=TOKENS,
         throughput=THROUGHPUT,
@@ -127,10 +130,9 @@ def make_controller(
     found = checkpoint_to_resume(config.trainer.resume, directory.checkpoints, config.checkpoint.on_damaged)
     controller = PPOController(
         parts,
-        validation=PROMPTS[:3],
         directory=directory,
         resume_from=None if found is None else found.folder,
-        **{"observer": recorder, **more},
+        **{"observer": recorder, "validation": {"": PROMPTS[:3]}, **more},
     )
     return controller, recorder
 

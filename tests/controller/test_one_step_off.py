@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from threading import Event
+from threading import Condition, Event
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from megappo.config.algorithm import (
     OnExhausted,
 )
 from megappo.config.batching import BatchingConfig
-from megappo.config.rollout import PartialConfig, RolloutConfig, SamplingConfig
+from megappo.config.rollout import PartialConfig, PauseMode, RolloutConfig, SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.config.trainer import ControllerKind
 from megappo.controller.loop import PPOController
@@ -31,10 +31,11 @@ from megappo.controller.order import needs_old_log_probs
 from megappo.controller.ports import Draw, FinishedGroup, SequenceInfo
 from megappo.controller.step import StepResult
 from megappo.errors import EngineError, WorkerError
+from megappo.observability.metrics import Metrics
 from megappo.rewards.types import Reward
 from tests.controller.test_loop import Recorder, make_config, make_controller
 from tests.fakes.bigram_rollout import FakeRollout
-from tests.fakes.one_process import FakeActor
+from tests.fakes.one_process import FakeActor, FakeWeightSync
 
 BATCHING = BatchingConfig(prompts_per_step=4, samples_per_prompt=2)
 CORRECTED = AlgorithmConfig(
@@ -176,6 +177,69 @@ def test_engines_sample_the_next_step_while_this_one_trains(tmp_path: Path) -> N
     trained.controller.prepare()
     trained.controller.fit()
     assert trained.lags == [{0}, {1}]
+
+
+class BesideHandOvers:
+    """Holds every generation ahead in its middle until the weights of the step that trains are handed over, and those
+    until it is in its middle: a loop that waits for the one before the other never gets past."""
+
+    def __init__(self, controller: PPOController) -> None:
+        rollout, weight_sync = controller.parts.rollout, controller.parts.weight_sync
+        assert isinstance(rollout, FakeRollout) and isinstance(weight_sync, FakeWeightSync)
+        self._rollout, self._generate, self._push = rollout, rollout.generate, weight_sync.push
+        self._last = controller.total_steps
+        self._changed = Condition()
+        self._in_middle = 0
+        """Generations ahead that came to their middle."""
+        self.held: list[int] = []
+        """Versions that were handed over while a generation was under way."""
+        rollout.generate = self.generate  # type: ignore[method-assign]
+        weight_sync.push = self.push  # type: ignore[method-assign]
+
+    def generate(
+        self, draws: Sequence[Draw], sampling: SamplingConfig, *, seed: int, wanted: int | None = None
+    ) -> Iterator[FinishedGroup]:
+        groups = self._generate(draws, sampling, seed=seed, wanted=wanted)
+        yield next(groups)
+        if threading.current_thread().name not in ("MainThread", "sample-1"):
+            with self._changed:
+                self._in_middle = ahead = self._in_middle + 1
+                self._changed.notify_all()
+                assert self._changed.wait_for(lambda: self._rollout.version >= ahead, TIMEOUT_S)
+        yield from groups
+
+    def push(self, version: int) -> Metrics:
+        with self._changed:
+            if version in range(1, self._last):
+                assert self._changed.wait_for(lambda: self._in_middle == version, TIMEOUT_S)
+                self.held.append(version)
+            metrics = self._push(version)
+            self._changed.notify_all()
+        return metrics
+
+
+def test_weights_are_handed_over_beside_generation_where_that_is_not_waited_for(tmp_path: Path) -> None:
+    config = one_step_off(steps=5)
+    config.weight_sync.pause = PauseMode.abort
+    trained = prepare(config, tmp_path)
+    beside = BesideHandOvers(trained.controller)
+    trained.controller.prepare()
+    trained.controller.fit()
+    assert beside.held == [1, 2, 3, 4], "the last step samples nothing ahead"
+    assert trained.ids == list(range(5 * BATCHING.sequences_per_step))
+    assert trained.controller.parts.rollout.stored == {}  # type: ignore[attr-defined]
+    # The newer version goes on with what the older one has begun, and the lag is that of the oldest token.
+    assert trained.lags == [{0}, *[{1}] * 4]
+
+
+def test_what_needs_the_engines_alone_still_waits_for_them(tmp_path: Path) -> None:
+    config = one_step_off(steps=6)
+    config.weight_sync.pause = PauseMode.abort
+    config.trainer.test_freq, config.trainer.save_freq = 2, 3
+    trained = run(config, tmp_path)  # the fake engine refuses two calls of generate at a time, and a save beside one
+    assert [step for step, _ in trained.recorder.validations] == [2, 4, 6]
+    assert [path.name for path in trained.recorder.saved] == ["step_000003", "step_000006"]
+    assert trained.rows == run(one_step_off(steps=6), tmp_path / "waiting").rows
 
 
 def test_validation_uses_the_engines_alone_and_moves_no_draw(tmp_path: Path) -> None:

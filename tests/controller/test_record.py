@@ -293,11 +293,18 @@ def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obje
         (damage("requests.json", lambda content: content[:-9]), "requests.json has "),
         (damage("fields.npz", lambda content: content[:500] + b"?" + content[501:]), "fields.npz has another checksum"),
         (damage("record.json", lambda content: content[:40]), "record.json cannot be read"),
-        (damage("record.json", lambda content: b"[]"), "record.json is damaged: it is no JSON object"),
-        (damage("record.json", lambda content: b'{"format": 1}'), "record.json is damaged: KeyError: 'files'"),
         (
-            damage("record.json", lambda content: content.replace(b'"format": 1', b'"format": 9')),
-            "has format 9, this megappo .* reads format 1",
+            damage("record.json", lambda content: b"[]"),
+            "record.json cannot be read: .* no JSON object, but list",
+        ),
+        (damage("record.json", lambda content: b'{"format": 2}'), "record.json is damaged: its digest"),
+        (
+            damage("record.json", lambda content: content.replace(b'"reasons": [', b'"reasons": null, "x": [')),
+            "record.json is damaged: its digest",
+        ),
+        (
+            damage("record.json", lambda content: content.replace(b'"format": 2', b'"format": 9')),
+            "has format 9, this megappo .* reads format 2",
         ),
     ],
 )

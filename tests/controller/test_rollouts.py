@@ -57,3 +57,19 @@ def test_empty_sequences_do_not_count_and_a_group_of_them_is_filtered() -> None:
     groups = signal_by_group(sequence_inputs(rollouts, rollouts.scores), algorithm)
     decision = decide_sampling(groups, target=2, rounds=1, config=config)
     assert (decision.kept, decision.filtered) == ([1], [0])
+
+
+def test_tokens_that_a_program_put_between_turns_are_no_sampled_ones() -> None:
+    plain = scored(Reward(score=1.0), Reward(score=0.0))
+    assert not any(name.startswith(("rollout/agent", "rollout/sampled")) for name in rollout_metrics(plain))
+    made = [
+        replace(INFO, sequence_id=0, response_tokens=9, observation_tokens=4, counts={"turns": 3.0, "tool_calls": 2.0}),
+        replace(INFO, sequence_id=1, response_tokens=2, observation_tokens=2, counts={"turns": 1.0}),
+    ]
+    rollouts = replace(plain, sequences=made)
+    found = values(rollout_metrics(rollouts))
+    assert found["rollout/response_tokens/mean"] == 5.5
+    assert found["rollout/sampled_tokens/mean"] == 2.5 and found["rollout/observation_tokens/mean"] == 3
+    assert found["rollout/agent/turns/mean"] == 2 and found["rollout/agent/tool_calls/mean"] == 2
+    assert sequence_inputs(rollouts, rollouts.scores).response_tokens.tolist() == [5, 0]
+    assert rollouts.scores_by_group() == {0: [1.0]}, "without a sampled token a sequence is empty"

@@ -101,8 +101,25 @@ def test_a_run_is_exported_by_its_step_or_the_newest(run: Run, capsys: pytest.Ca
     assert main(["export", "--run", str(run.path), "--overwrite"]) == 0
     assert_same(tensors_of(folder), run.exported["actor"])
     capsys.readouterr()
-    assert main(["export", "--run", str(run.path), "--step", "41"]) == 1
+    assert main(["export", "--run", str(run.path), "--step", "41"]) == 2
     assert "has no checkpoint of step 41 (it has step_000040)" in capsys.readouterr().err
+
+
+def test_the_newest_whole_checkpoint_is_exported_whatever_a_kill_left(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(run.path, tmp_path / "x"))
+    checkpoints = copy / "checkpoints"
+    (checkpoints / "latest").unlink()  # killed before the pointer moved
+    assert main(["export", "--run", str(copy), "--out", str(tmp_path / "a")]) == 0
+    assert "holds checkpoints but no 'latest'" in capsys.readouterr().out
+    # Killed while another of the same step was moved into place.
+    (checkpoints / "step_000040").rename(checkpoints / "step_000040.replaced")
+    for step in ([], ["--step", "40"]):
+        assert main(["export", "--run", str(copy), "--out", str(tmp_path / "b"), "--overwrite", *step]) == 0
+        assert_same(tensors_of(tmp_path / "b"), run.exported["actor"])
+    assert main(["export", "--run", str(tmp_path / "none"), "--out", str(tmp_path / "c")]) == 2
+    assert f"{tmp_path / 'none'} does not exist" in capsys.readouterr().err
 
 
 def test_a_checkpoint_under_way_or_gone_is_refused(
@@ -110,11 +127,11 @@ def test_a_checkpoint_under_way_or_gone_is_refused(
 ) -> None:
     shutil.copytree(run.step, tmp_path / "step_000050.writing")
     out = ("--out", tmp_path / "out")
-    assert convert("megatron-to-hf", "--checkpoint", tmp_path / "step_000050.writing", *out) == 1
+    assert convert("megatron-to-hf", "--checkpoint", tmp_path / "step_000050.writing", *out) == 2
     assert "is being written" in capsys.readouterr().err
-    assert convert("megatron-to-hf", "--checkpoint", run.step.with_name("step_000020"), *out) == 1
+    assert convert("megatron-to-hf", "--checkpoint", run.step.with_name("step_000020"), *out) == 2
     assert "step_000020 does not exist (there are step_000040)" in capsys.readouterr().err
-    assert convert("megatron-to-hf", "--checkpoint", run.step, "--role", "critic", "--hf", tmp_path, *out) == 1
+    assert convert("megatron-to-hf", "--checkpoint", run.step, "--role", "critic", "--hf", tmp_path, *out) == 2
     assert "holds no config.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -134,7 +151,7 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_an_error_that_says_so(
         return read(reader, plan, planner)
 
     monkeypatch.setattr(torch_dist.FileSystemReader, "read_data", read_and_delete)
-    assert convert("megatron-to-hf", "--checkpoint", step, "--out", tmp_path / "out") == 1
+    assert convert("megatron-to-hf", "--checkpoint", step, "--out", tmp_path / "out") == 2
     assert "the folder was removed meanwhile, as a run does with older checkpoints" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -171,14 +188,14 @@ def test_weights_alone_are_rewritten_smaller_and_convert(
     assert sizes[0] < 0.45 * sizes[1] and len(list(out.glob("*.distcp"))) == 4
     assert convert("megatron-to-hf", "--checkpoint", out, "--out", back) == 0
     assert_same(tensors_of(back), run.exported["actor"])
-    assert convert("verify", "--checkpoint", out) == 1
+    assert convert("verify", "--checkpoint", out) == 2
     assert "holds no checksums" in capsys.readouterr().err
 
 
 def test_one_model_of_a_checkpoint_is_nothing_to_resume_from(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert convert("reshard", "--checkpoint", run.step / "actor", "--out", tmp_path / "out") == 1
+    assert convert("reshard", "--checkpoint", run.step / "actor", "--out", tmp_path / "out") == 2
     assert f"give the folder of all of it, {run.step}, or --weights-only" in capsys.readouterr().err
 
 
@@ -192,6 +209,11 @@ def test_verify_tells_damage_and_other_weights(run: Run, tmp_path: Path, capsys:
     assert convert("verify", "--checkpoint", run.step, "--hf", run.start) == 1
     assert f"NOT the same weights: 0 of {num} tensors bit by bit, largest difference 0.25" in capsys.readouterr().out
     assert convert("verify", "--checkpoint", run.step, "--hf", run.start, "--tolerance", 0.2501) == 0
+    for tolerance in ("-1", "nan", "inf"):
+        assert convert("verify", "--checkpoint", run.step, "--hf", back, "--tolerance", tolerance) == 2
+        assert "must be a number from 0 on (use for example 0.01)" in capsys.readouterr().err
+    assert convert("verify", "--checkpoint", run.step, "--tolerance", 0.1) == 2
+    assert "--tolerance=0.1 is for a comparison of weights" in capsys.readouterr().err
 
     damaged = tmp_path / "step_000040"
     shutil.copytree(run.step, damaged)
@@ -239,7 +261,7 @@ def test_adapters_are_not_merged_into_another_model(
     shutil.copytree(adapter_run.start, other)
     change_tensors(other, lambda tensors: tensors["model.norm.weight"].add_(1))
     options = ("--checkpoint", adapter_run.step, "--out", tmp_path / "out", "--hf", other)
-    assert convert("megatron-to-hf", *options) == 1
+    assert convert("megatron-to-hf", *options) == 2
     assert "is not the model beside which the adapters of" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"other"}
 

@@ -80,11 +80,11 @@ def test_a_state_of_other_data_or_another_order_is_refused(other, key):
         other.load_state_dict(sampler().state_dict())
 
 
-def test_prompts_are_found_again_by_their_rows():
+def test_prompts_are_found_again_by_origin_and_row():
     one = sampler(8)
     drawn = one.next(3)
-    assert one.of_rows([prompt.row for prompt in drawn]) == {prompt.row: prompt for prompt in drawn}
-    assert one.of_rows([]) == {}
+    assert one.find([("", prompt.row) for prompt in drawn]) == {("", prompt.row): prompt for prompt in drawn}
+    assert one.find([("math", drawn[0].row)]) == {}
 
 
 def test_steps_per_epoch_reach_every_row():

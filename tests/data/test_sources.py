@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from megappo.config.data import SourceConfig
-from megappo.data.sources import SOURCES, read_rows
+from megappo.data.sources import SOURCES, read_rows, read_source
 from megappo.data.types import Row
 from megappo.errors import DataError
 from megappo.registry import RegistryError
@@ -17,6 +17,9 @@ RECORDS: list[dict[str, Any]] = [
     {"prompt": "two?", "answer": 2, "level": 4},
     {"prompt": [{"role": "user", "content": "three?"}], "answer": "3", "level": None},
 ]
+SAVED = Path(__file__).parent / "saved_datasets"
+"""Written by datasets 5.2.0: `splits` a DatasetDict, `shards` a shuffled and filtered Dataset in two files. Both hold
+the prompt `[{"role": "user", "content": "<i>?"}]` and the answer i."""
 TEXTS = [record | {"prompt": f"{index}?", "answer": str(index)} for index, record in enumerate(RECORDS)]
 
 
@@ -35,6 +38,7 @@ def config_of(kind: str, folder: Path, **changes: Any) -> SourceConfig:
     made = {
         "jsonl": lambda: SourceConfig(kind="jsonl", path=write_jsonl(folder / "rows.jsonl", TEXTS)),
         "parquet": lambda: SourceConfig(kind="parquet", path=write_parquet(folder / "rows.parquet", TEXTS)),
+        "datasets": lambda: SourceConfig(kind="datasets", path=str(SAVED / "splits"), split="train"),
         "reasoning_gym": lambda: SourceConfig(kind="reasoning_gym", task="spell_backward", size=3, seed=1),
     }[kind]()
     for key, value in changes.items():
@@ -63,17 +67,95 @@ def test_every_source_refuses_to_give_nothing(kind, tmp_path):
         read_rows(config_of(kind, tmp_path, skip=3))
 
 
-def test_a_source_from_outside_is_imported(monkeypatch, tmp_path):
-    (tmp_path / "outside_source.py").write_text(
-        "from megappo.data.types import Row\n"
-        "def two(config):\n"
-        "    return [Row(row=i, question=str(i), answer=None, source='mine') for i in range(2)]\n"
-    )
+OUTSIDE = """
+import numpy as np
+from megappo.data.types import Row
+
+def rows(config):
+    return [Row(row=i, question=str(i), answer=None, source="mine") for i in range(2)]
+
+def records(config):
+    for i in range(config.params["count"]):
+        messages = np.array([{"role": "user", "content": f"{i}?"}], dtype=object)
+        yield {"prompt": messages, "answer": np.int64(i), "levels": np.array([i, i + 1])}
+
+def nothing(config):
+    return None
+
+def words(config):
+    return ["one"]
+
+def twice(config):
+    return [Row(row=0, question="a", answer=None), Row(row=0, question="b", answer=None)]
+"""
+
+
+@pytest.fixture
+def outside(monkeypatch, tmp_path):
+    (tmp_path / "outside_source.py").write_text(OUTSIDE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    rows = read_rows(SourceConfig(kind="outside_source:two"))
+
+
+def test_a_source_from_outside_gives_rows(outside):
+    rows = read_rows(SourceConfig(kind="outside_source:rows"))
     assert rows[1] == Row(row=1, question="1", answer=None, source="mine")
-    with pytest.raises(RegistryError, match="jsonl, parquet, reasoning_gym"):
-        read_rows(SourceConfig(kind="csv"))
+
+
+def test_a_source_from_outside_gives_records_of_numpy_objects(outside):
+    rows = read_rows(SourceConfig(kind="outside_source:records", params={"count": 3}))
+    assert [row.question for row in rows] == [[{"role": "user", "content": f"{i}?"}] for i in range(3)]
+    assert rows[2].answer == "2"
+    assert rows[2].extra == {"levels": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("csv", RegistryError, "datasets, jsonl, parquet, reasoning_gym"),
+        ("outside_source:lost", RegistryError, "cannot be imported"),
+        ("outside_source:nothing", DataError, "gave None, must give rows or records"),
+        ("outside_source:words", DataError, "gave 'one' as record 0, must be a Row or a mapping"),
+        ("outside_source:twice", DataError, "gives row 0 twice"),
+    ],
+)
+def test_what_is_no_source_is_named(outside, kind, error, message):
+    with pytest.raises(error, match=message):
+        read_rows(SourceConfig(kind=kind))
+
+
+def test_a_saved_data_set_is_read_by_split_and_in_the_order_of_its_files():
+    test = read_rows(SourceConfig(kind="datasets", path=str(SAVED / "splits"), split="test"))
+    assert [row.answer for row in test] == ["2", "0"]
+    shards = read_rows(SourceConfig(kind="datasets", path=str(SAVED / "shards")))
+    assert [(row.row, row.text, row.answer) for row in shards] == [(0, "0?", "0"), (1, "2?", "2")]
+
+
+@pytest.mark.parametrize(
+    ("path", "split", "message"),
+    [
+        (None, None, "path is missing"),
+        ("nowhere", None, "is not a folder"),
+        (SAVED / "splits", None, r"holds several splits \(set split to one of train, test"),
+        (SAVED / "splits", "dev", "has no split 'dev'"),
+        (SAVED / "shards", "train", "without splits"),
+        (SAVED, None, "holds no state.json.*kind=parquet"),
+    ],
+)
+def test_what_is_no_saved_data_set_is_named(path, split, message):
+    with pytest.raises(DataError, match=message):
+        read_rows(SourceConfig(kind="datasets", path=None if path is None else str(path), split=split))
+
+
+def test_a_damaged_file_of_a_saved_data_set_is_named(tmp_path):
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    with pytest.raises(DataError, match=r"data\.arrow: cannot be read"):
+        read_rows(SourceConfig(kind="datasets", path=str(tmp_path)))
+    (tmp_path / "data.arrow").write_text("not arrow")
+    with pytest.raises(DataError, match=r"data\.arrow: is not an Arrow file"):
+        read_rows(SourceConfig(kind="datasets", path=str(tmp_path)))
+    (tmp_path / "state.json").write_text("[]")
+    with pytest.raises(DataError, match=r"state\.json: is not what save_to_disk writes"):
+        read_rows(SourceConfig(kind="datasets", path=str(tmp_path)))
 
 
 def test_jsonl_keeps_messages_numbers_and_other_columns(tmp_path):
@@ -117,29 +199,27 @@ def test_parquet_messages_come_back_as_they_were_written(tmp_path):
     assert type(row.question[1]["tool_calls"]) is list  # type: ignore[index]
 
 
+def test_columns_are_chosen_by_name(tmp_path):
+    record = {"q": "one?", "a": 1.5, "set": "math", "functions": '[{"name": "f"}]', "level": 3, "notes": "long"}
+    path = write_jsonl(tmp_path / "rows.jsonl", [record])
+    config = SourceConfig(path=path, prompt_column="q", answer_column="a", source_column="set")
+    config.tools_column, config.extra_columns = "functions", ["level"]
+    row = read_rows(config)[0]
+    assert (row.question, row.answer, row.source, row.tools) == ("one?", "1.5", "math", [{"name": "f"}])
+    assert row.extra == {"level": 3}
+    config.source_column = config.tools_column = config.extra_columns = None
+    row = read_rows(config)[0]
+    assert (row.source, row.tools, list(row.extra)) == ("jsonl", None, ["set", "functions", "level", "notes"])
+
+
+def test_a_row_without_a_source_has_the_name_of_the_section(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [TEXTS[0], TEXTS[1] | {"data_source": "own"}])
+    assert [row.source for row in read_source(SourceConfig(path=path), "gsm8k").rows] == ["gsm8k", "own"]
+
+
 def test_rows_without_answers_are_allowed_when_said(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "one?"}])
     assert read_rows(SourceConfig(path=path, answer_column=None))[0].answer is None
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "x", "answer": "1"', r"rows\.jsonl:2: is not JSON"),
-        ('["x"]', r"rows\.jsonl:2: must be a JSON object, found list"),
-        ('{"prompt": "x"}', r"rows\.jsonl:2: column 'answer' is missing or null"),
-        ('{"prompt": "x", "answer": null}', r"rows\.jsonl:2: column 'answer' is missing or null"),
-        ('{"question": "x", "answer": "1"}', r"rows\.jsonl:2: column 'prompt'.*the row has question, answer"),
-        ('{"prompt": 3, "answer": "1"}', r"rows\.jsonl:2: column 'prompt' must be text or a list of messages"),
-        ('{"prompt": [], "answer": "1"}', r"rows\.jsonl:2: column 'prompt' must be text or a list of messages"),
-        ('{"prompt": "x", "answer": ["1"]}', r"rows\.jsonl:2: column 'answer' must be text or a number"),
-        ('{"prompt": "x", "answer": "1", "tools": "f"}', r"rows\.jsonl:2: column 'tools'"),
-    ],
-)
-def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, message):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "answer": "1"}\n' + line + "\n")
-    with pytest.raises(DataError, match=message):
-        read_rows(SourceConfig(path=str(tmp_path / "rows.jsonl")))
 
 
 def test_missing_files_and_foreign_files_are_named(tmp_path):

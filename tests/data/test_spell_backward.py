@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megappo.config.store import load_run_config
-from megappo.data.prompts import load_prompts
+from megappo.data.prompts import PromptOptions, load_prompts
 from megappo.data.sources import read_rows
 from megappo.data.tokenizer import character_tokenizer
 from megappo.rewards import Sample, make_reward
@@ -25,7 +25,11 @@ def test_prompts_are_bare_words_and_no_row_is_in_both_sets(config):
     tokenizer = character_tokenizer({character for part in rows.values() for row in part for character in row.text})
     # Three special tokens, '>' and 52 letters: 64 after padding.
     assert len(tokenizer) == 56
-    loaded = load_prompts(replace(config.data.validation, size=5510), tokenizer, config.data.max_prompt_tokens)
+    loaded = load_prompts(
+        replace(config.data.validation, size=5510),
+        tokenizer,
+        PromptOptions(max_prompt_tokens=config.data.max_prompt_tokens),
+    )
     assert loaded.filtered == {}
     assert all(prompt.text.endswith(">") and len(prompt.tokens) <= 6 for prompt in loaded.prompts)
 

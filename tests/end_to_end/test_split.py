@@ -93,3 +93,21 @@ def test_sglang_engines_on_a_pool_of_their_own_run_ahead_and_stop_early(launch: 
     assert lags[0] == 0 and lags[1] == 1 and max(lags) >= 2, "what is unfinished is a step older than the others"
     assert run.metrics()[0]["actor/rollout_log_prob_diff/max"] <= 1e-3
     assert [line["step"] for line in run.metrics() if "val/reward/mean" in line] == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+def test_engines_take_new_weights_in_the_middle_of_sampling(pause: str, launch: Launch, sft_run: Run) -> None:
+    # Eight answers at a time: an update is done long before they all are.
+    overrides = [override for override in SHORT if override != "rollout=hf"]
+    overrides += ["controller=one_step_off", f"weight_sync.pause={pause}", "rollout.sglang.max_running_requests=8"]
+    overrides += ["algorithm.entropy.coef=0.1", "trainer.total_steps=4", "trainer.test_freq=3"]
+    run = launch("train", f"beside-{pause}", *overrides)
+    assert run.wait(2 * START_TIMEOUT_S) == 0, run.output
+    assert "restart" not in run.output, run.output
+    assert column(run, "weights/version") == [1, 2, 3, 4]
+    assert column(run, "rollout/sequences") == [256] * 4
+    lags = column(run, "rollout/policy_lag/mean")
+    assert lags[0] == 0 and max(column(run, "rollout/policy_lag/max")) == 1
+    assert any(0 < lag < 1 for lag in lags[1:]), "the newer version sampled some of a step's answers, and not all"
+    assert [line["step"] for line in run.metrics() if "val/reward/mean" in line] == [3, 4]

@@ -33,7 +33,8 @@ from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
 from megappo.checkpoint.manifest import FileRecord, record_files
 from megappo.config.algorithm import AlgorithmConfig
-from megappo.controller.ports import FinishedGroup, PendingSave, Plan, Shard
+from megappo.config.rollout import PauseMode
+from megappo.controller.ports import FinishedGroup, PendingSave, Plan, ScoredGroups, Shard
 from megappo.errors import DamagedCheckpointError
 from megappo.observability.metrics import Metrics, maximum, mean, merge
 from megappo.rewards.types import Reward, Sample
@@ -46,19 +47,28 @@ class FakeReward:
     """Scores the text of each sample with a function."""
 
     function: Callable[[Sample], Reward]
-    pending: list[FinishedGroup] = field(default_factory=list)
+
+    def begin(self, *, all_texts: bool = False) -> "FakeScoring":
+        return FakeScoring(self.function)
+
+
+@dataclass
+class FakeScoring:
+    """The groups of one generation."""
+
+    function: Callable[[Sample], Reward]
+    groups: list[FinishedGroup] = field(default_factory=list)
 
     def submit(self, group: FinishedGroup) -> None:
-        self.pending.append(group)
+        self.groups.append(group)
 
-    def collect(self) -> tuple[dict[int, Reward], dict[int, Sample]]:
-        rewards: dict[int, Reward] = {}
-        samples: dict[int, Sample] = {}
-        for group in self.pending:
-            for info, sample in zip(group.sequences, cast(list[Sample], group.samples)):
-                rewards[info.sequence_id], samples[info.sequence_id] = self.function(sample), sample
-        self.pending = []
-        return rewards, samples
+    def collect(self) -> ScoredGroups:
+        samples = {
+            info.sequence_id: sample
+            for group in self.groups
+            for info, sample in zip(group.sequences, cast(list[Sample], group.samples))
+        }
+        return ScoredGroups(rewards={key: self.function(sample) for key, sample in samples.items()}, samples=samples)
 
 
 def open_shard(shard: Shard) -> RolloutBatch:
@@ -151,9 +161,9 @@ class FakeTrainer:
 
     def load(self, folder: str) -> None:
         try:
-            table = torch.load(f"{folder}/table.pt")
+            table = torch.load(f"{folder}/table.distcp")
         except (RuntimeError, pickle.UnpicklingError) as error:
-            raise DamagedCheckpointError(f"{folder}/table.pt: {error}") from error
+            raise DamagedCheckpointError(f"{folder}/table.distcp: {error}") from error
         with torch.no_grad():
             self.table.copy_(table)
 
@@ -171,8 +181,8 @@ class FakeSave:
 
     def wait(self) -> list[FileRecord]:
         assert self.gate is None or self.gate.wait(60)
-        torch.save(self.table, self.folder / "table.pt")
-        return record_files(self.folder, [self.folder / "table.pt"])
+        torch.save(self.table, self.folder / "table.distcp")
+        return record_files(self.folder, [self.folder / "table.distcp"])
 
 
 class FakeActor(FakeTrainer):
@@ -286,12 +296,13 @@ class FakeWeightSync:
 
     actor: FakeActor
     rollout: FakeRollout
+    pause: PauseMode = PauseMode.wait
 
     def training(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def push(self, version: int) -> Metrics:
-        assert not self.rollout.generating, "a hand-over while engines sample"
+        assert self.pause is not PauseMode.wait or not self.rollout.generating, "a hand-over while engines sample"
         self.rollout.calls.append("push")
         self.actor.phases.append("push")
         self.rollout.table = self.actor.table.detach().clone()

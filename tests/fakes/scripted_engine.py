@@ -1,8 +1,8 @@
 """An engine without a model: it answers as its prompts say, at the speed and with the faults of a file.
 
-A prompt [start, length] gets `length` tokens start, start + 1, ... mod 50 (fewer, and the finish reason `length`, where
-the budget is shorter), the log-prob of token t is -(t + 1) / 1000, and its version is that of the last hand-over. A
-prompt that begins with 99 is refused, and one that begins with 98 always fails at an engine that is well.
+A call with the prompt [start, length] gets `length` tokens start, start + 1, ... mod 50 (fewer, and the finish reason
+`length`, where the budget is shorter), the log-prob of token t is -(t + 1) / 1000, and its version is that of the last
+hand-over. A prompt that begins with 99 is refused, and one that begins with 98 always fails at an engine that is well.
 
 The folder of the engine's log holds `script.json`: {"speed": [tokens per second of a sequence, by engine],
 "at_once": ...}. A file `fault-<engine>` there takes effect at the next token: `die` (the process is killed), `hang`
@@ -74,7 +74,10 @@ class ScriptedEngine:
     async def _answer(self, request: GenerateRequest, budget: int) -> GroupOutput:
         samples = open_samples(request, budget)
         drawn = await asyncio.gather(
-            *(self._draw(request.prompt_tokens, len(sample.begun), sample.budget) for sample in samples)
+            *(
+                self._draw(request.prompt_tokens, len(sample.begun) - sample.call_start, sample.budget)
+                for sample in samples
+            )
         )
         joined = {sample.sample: response for sample, response in zip(samples, drawn)}
         return join_group(request, joined, max_new_tokens=budget, version_in_use=self._version)

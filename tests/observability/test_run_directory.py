@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megappo.config.trainer import RunSection
@@ -76,11 +77,31 @@ def test_a_half_written_checkpoint_alone_does_not_continue_a_run(tmp_path: Path)
 
 def test_the_folder_of_a_run_that_is_still_going_is_refused(tmp_path: Path) -> None:
     directory = open_run_directory(section(tmp_path))
-    (directory.path / "owner.pid").write_text(str(os.getppid()))
+    owner, parent = directory.path / "owner.pid", psutil.Process(os.getppid())
+    owner.write_text(f"{parent.pid} {parent.create_time()}")
+    write_atomically(directory.summary, "{}")  # of the part before, which a run that goes on has not replaced yet
     with pytest.raises(MegappoError, match="belongs to a run that is still going"):
         open_run_directory(section(tmp_path))
     write_summary(directory, {"exit": "completed"})
+    assert not owner.exists() and open_run_directory(section(tmp_path)).moved_aside is not None
+
+
+@pytest.mark.parametrize("age", ["{started:.2f} 7", "", "garbled", "{older}", "0"])
+def test_a_process_with_the_number_of_one_that_was_killed_is_not_its_run(age: str, tmp_path: Path) -> None:
+    directory, parent = open_run_directory(section(tmp_path)), psutil.Process(os.getppid())
+    text = age.format(started=parent.create_time(), older=parent.create_time() - 60)
+    (directory.path / "owner.pid").write_text(f"{parent.pid} {text}")
     assert open_run_directory(section(tmp_path)).moved_aside is not None
+
+
+def test_what_a_kill_left_beside_no_checkpoint_does_not_continue_a_run(tmp_path: Path) -> None:
+    directory = open_run_directory(section(tmp_path))
+    for name in ("scores.json", "step_000005.deleting", "step_000005.set_aside"):
+        (directory.checkpoints / name).mkdir(parents=True)
+    assert open_run_directory(section(tmp_path), resume="auto").moved_aside is not None
+    directory = open_run_directory(section(tmp_path))
+    (directory.checkpoints / "step_000005.replaced").mkdir(parents=True)
+    assert open_run_directory(section(tmp_path), resume="auto").moved_aside is None
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megappo.errors import MegappoError
 from megappo.observability.mlflow_tracker import MetricNames, MlflowTracker, open_command, store_uri
-from megappo.observability.tracker import BackgroundTracker, JsonlTracker, Line, keep_lines, last_line
+from megappo.observability.tracker import BackgroundTracker, JsonlTracker, Line, Row, keep_lines, last_line
 
 
 def test_jsonl_has_one_line_a_step_at_once(tmp_path: Path) -> None:
@@ -57,11 +58,18 @@ def test_a_run_that_resumes_keeps_the_lines_up_to_its_checkpoint_as_they_were(tm
     assert path.read_bytes() == before
 
 
-def test_a_damaged_line_in_the_middle_is_not_silently_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b'{"step": 1', b"null", b"[1]", b'{"loss": 1}', b'{"step": 1, "a": {}}', b"\x00\xff"])
+def test_a_damaged_line_in_the_middle_is_not_silently_dropped(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1\n{"step": 2}\n')
-    with pytest.raises(ValueError):
+    path.write_bytes(line + b'\n{"step": 2}\n')
+    with pytest.raises(MegappoError, match=r"metrics.jsonl line 1 holds no metrics: .* \(remove the line"):
         keep_lines(path, last_step=2)
+
+
+def test_a_disk_that_takes_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "gone" / "metrics.jsonl")
+    with pytest.raises(MegappoError, match=r"gone/metrics.jsonl cannot be written: No such file .*resume=auto goes on"):
+        tracker.log(1, {"a": 1.0})
 
 
 def test_mlflow_holds_numbers_config_name_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +92,7 @@ def test_mlflow_holds_numbers_config_name_and_status(tmp_path: Path, monkeypatch
     tracker.artifact(run / "config.yaml")
     for step in (1, 2):
         tracker.log(step, {"reward/mean": step / 4, "val/mean@4": 1.0, "nan": float("nan")})
+    tracker.table("generations/step_000002", [{"response": "a", "score": 1.0}, {"response": "b", "score": None}])
     tracker.close("finished")
 
     assert warnings == []
@@ -95,7 +104,13 @@ def test_mlflow_holds_numbers_config_name_and_status(tmp_path: Path, monkeypatch
     history = client.get_metric_history(found.info.run_id, "reward/mean")
     assert sorted((metric.step, metric.value) for metric in history) == [(1, 0.25), (2, 0.5)]
     assert found.data.metrics["val/mean_4"] == 1.0
-    assert [artifact.path for artifact in client.list_artifacts(found.info.run_id)] == ["config.yaml"]
+    artifacts = [artifact.path for artifact in client.list_artifacts(found.info.run_id)]
+    assert artifacts == ["config.yaml", "generations"]
+    table = run / "mlflow" / found.info.run_id / "artifacts/generations/step_000002.json"
+    expected = {"columns": ["response", "score"], "data": [["a", 1.0], ["b", None]]}
+    assert json.loads(table.read_text()) == expected
+    (logged,) = json.loads(found.data.tags["mlflow.loggedArtifacts"])  # what makes it a table for MLflow's pages
+    assert logged == {"path": "generations/step_000002.json", "type": "table"}
     # Nothing lands in the working directory.
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -106,7 +121,9 @@ def test_mlflow_holds_numbers_config_name_and_status(tmp_path: Path, monkeypatch
     assert client.get_run(found.info.run_id).info.status == "RUNNING"
     resumed.continue_run([(1, {"reward/mean": 0.25}), (2, {"reward/mean": 0.5}), (3, {"reward/mean": 0.75})])
     resumed.log(4, {"reward/mean": 1.0})
+    resumed.table("generations/step_000002", [{"response": "c", "score": 0.5}])
     resumed.close("finished")
+    assert json.loads(table.read_text()) == {"columns": ["response", "score"], "data": [["c", 0.5]]}
     (same,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(same.info.run_id, "reward/mean")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
@@ -146,6 +163,8 @@ class Failing:
         self.steps.append(step)
 
     def artifact(self, path: Path) -> None: ...
+
+    def table(self, name: str, rows: Sequence[Row]) -> None: ...
 
     def close(self, status: str) -> None: ...
 

@@ -23,3 +23,21 @@ def test_white_space_around_counts_only_without_strip():
 def test_a_row_without_answer_is_an_error():
     with pytest.raises(DataError, match="no answer"):
         score("", None)
+
+
+def test_case_counts_unless_it_is_ignored():
+    sample = Sample(prompt="", response=" Paris", answer="PARIS")
+    assert [ExactMatch(ignore_case=ignore).score([sample])[0].score for ignore in (False, True)] == [0.0, 1.0]
+
+
+def test_a_pattern_picks_what_is_compared():
+    reward = ExactMatch(pattern="<answer>(.*?)</answer>")
+    texts = ["<answer>1</answer> <answer>\n42\n</answer>", "42", "<answer>4</answer>"]
+    rewards = reward.score([Sample(prompt="", response=text, answer="42") for text in texts])
+    assert [(result.score, result.extracted) for result in rewards] == [(1.0, "42"), (0.0, ""), (0.0, "4")]
+
+
+@pytest.mark.parametrize("params", [{"pattern": "("}, {"pattern": "abc"}, {"ignore_case": 1}, {"strip": "no"}])
+def test_wrong_parameters_are_refused(params):
+    with pytest.raises(DataError, match=next(iter(params))):
+        ExactMatch(**params)

@@ -37,7 +37,13 @@ def test_scores_are_the_same_off_the_main_thread():
 
 def test_a_response_without_expression_says_so():
     (reward,) = MathVerify().score([Sample(prompt="", response="I do not know", answer="72")])
-    assert reward == Reward(score=0.0, parts={"parsed": 0.0})
+    assert reward == Reward(score=0.0, parts={"parsed": 0.0}, extracted="")
+
+
+def test_equal_numbers_are_extracted_as_one_text():
+    texts = ["0.5", "1/2", "$\\frac{2}{4}$", "1,000", "1000.0", "$x^2-1$"]
+    rewards = MathVerify().score([Sample(prompt="", response=text, answer="1") for text in texts])
+    assert [reward.extracted for reward in rewards] == ["1/2", "1/2", "1/2", "1000", "1000", "x**2 - 1"]
 
 
 @pytest.mark.parametrize("answer", ["", None])

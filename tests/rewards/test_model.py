@@ -17,7 +17,7 @@ def samples(*texts: str) -> list[Sample]:
 
 def test_the_score_is_read_at_the_last_token_of_the_response(tmp_path):
     model = make_last_character_model(tmp_path / "model", TOKENIZER, {"b": 2.0, ">": -1.0})
-    rewards = ModelReward(path=str(model)).score(samples("ab", "b", "ba", "", "aaaab"))
+    rewards = ModelReward(path=str(model), end_token=False).score(samples("ab", "b", "ba", "", "aaaab"))
     # The empty response is read at the prompt's '>'.
     # The norm's epsilon (1e-6 beside a mean square of 1 / 64) takes 3e-5 of the score.
     assert [reward.score for reward in rewards] == pytest.approx([2.0, 2.0, 0.0, -1.0, 2.0], abs=1e-4)
@@ -28,7 +28,7 @@ def test_padding_and_batch_size_do_not_change_scores(tmp_path):
     texts = ["abcabc", "", "a", "cccccccccc", "ab"]
     alone = AutoModelForSequenceClassification.from_pretrained(model)
     expected = []
-    for tokens in encode_all(TOKENIZER, ["a>" + text for text in texts]):
+    for tokens in encode_all(TOKENIZER, ["a>" + text + "<eos>" for text in texts]):
         with torch.inference_mode():
             expected.append(alone(input_ids=torch.tensor([tokens])).logits[0, 0].item())
     assert len(set(expected)) == 5
@@ -37,9 +37,18 @@ def test_padding_and_batch_size_do_not_change_scores(tmp_path):
         assert [reward.score for reward in rewards] == pytest.approx(expected, abs=1e-4)
 
 
+def test_only_an_answer_that_ended_gets_an_end_token(tmp_path):
+    model = make_last_character_model(tmp_path / "model", TOKENIZER, {"b": 2.0, "<eos>": -1.0})
+    ended, cut = (
+        Sample(prompt="a>", response="ab", answer=None, finish_reason=reason) for reason in ("stop", "length")
+    )
+    rewards = ModelReward(path=str(model)).score([ended, cut])
+    assert [reward.score for reward in rewards] == pytest.approx([-1.0, 2.0], abs=1e-4)
+
+
 def test_a_text_beyond_the_models_positions_is_an_error(tmp_path):
     model = make_random_reward_model(tmp_path / "model", TOKENIZER)
-    with pytest.raises(DataError, match=r"66 tokens cannot be scored, .* takes 1 to 64"):
+    with pytest.raises(DataError, match=r"67 tokens cannot be scored, .* takes 1 to 64"):
         ModelReward(path=str(model)).score(samples("a" * 64))
 
 

@@ -13,7 +13,8 @@ MicroBatches = list[list[int]]
 
 
 def make_experience(seed: int = 0, num_sequences: int = 8) -> Experience:
-    """Uneven sequences with every optional field. The third has no response, the fifth none of its tokens in the loss.
+    """Uneven sequences with every optional field. The third has no response, the fifth none of its tokens in the loss;
+    every second one that is long enough has tokens within its response that were not sampled.
 
     Numbers off the masks are NaN: nothing may read them.
     """
@@ -23,6 +24,9 @@ def make_experience(seed: int = 0, num_sequences: int = 8) -> Experience:
     responses[2] = 0
     lengths = prompts + responses
     response_mask = np.concatenate([np.arange(length) >= prompt for length, prompt in zip(lengths, prompts)])
+    for end, response in zip(np.cumsum(lengths)[::2], responses[::2]):
+        if response > 4:
+            response_mask[end - response + 2 : end - 2] = False
     loss_mask = response_mask & (random.random(len(response_mask)) < 0.8)
     loss_mask[lengths[:4].sum() : lengths[:5].sum()] = False
 

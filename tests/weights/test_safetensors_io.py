@@ -1,6 +1,7 @@
 """Weight files: what is read, and what a broken folder says."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megappo.weights.name_map import Partition
 from megappo.weights.safetensors_io import (
     HuggingFaceWeights,
     finish_folder,
+    name_folder,
     partial_folder,
     shard_files,
     start_folder,
@@ -94,6 +96,45 @@ def test_a_failed_write_leaves_the_old_folder_and_a_good_one_replaces_it(tmp_pat
     assert files == ["config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads((output / "config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output", "source"]
+
+
+class Killed(BaseException):
+    """The process is dead: nothing after it is done."""
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(5, "Input/output error")])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_the_old_folder_is_there_until_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException
+) -> None:
+    output, calls = tmp_path / "output", list[object]()
+    output.mkdir()
+    (output / "old").touch()
+    rename = os.rename
+
+    def refuse(*paths: Path) -> None:
+        calls.append(paths)
+        if len(calls) == call or (len(calls) > call and isinstance(error, Killed)):
+            raise error
+        rename(*paths)
+
+    start_folder(output)
+    (partial_folder(output) / "new").touch()
+    monkeypatch.setattr(os, "rename", refuse)
+    if call < 3:  # there are two
+        with pytest.raises((Killed, CheckpointError)):
+            name_folder(output)
+        assert len(list(tmp_path.rglob("old"))) == 1
+        if not isinstance(error, Killed):
+            assert (output / "old").exists()
+    monkeypatch.undo()
+    # The next one may be killed as early as it likes.
+    start_folder(output)
+    assert len(list(tmp_path.rglob("old"))) == 1
+    (partial_folder(output) / "new").touch()
+    name_folder(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["output"]
+    assert [path.name for path in output.iterdir()] == ["new"]
 
 
 def test_an_unwritable_shard_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+"""What the driver needs to know of the rollout program before Ray starts: that it can be made, and what prompts show of
+its tools."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config.rollout import SINGLE_TURN, RolloutConfig
+
+
+def tools_to_show(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]] | None:
+    """Make the program once, so that its faults show here; return the schemas of the tools that prompts show (Any: JSON
+    schemas), None where they show none.
+
+    Raises:
+        DataError: tools, their format or the chat template cannot be used.
+        RegistryError: there is no such program, tool or format.
+    """
+    if config.agent == SINGLE_TURN:
+        return None
+    from megappo.rollout.agents import AGENTS
+    from megappo.rollout.agents.program import AgentSpec
+    from megappo.rollout.agents.tool_loop import ToolLoop
+
+    program = AGENTS.get(config.agent)(AgentSpec(config=config, tokenizer=tokenizer))
+    return program.shown_tools() if isinstance(program, ToolLoop) else None

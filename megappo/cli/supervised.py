@@ -1,0 +1,312 @@
+"""What every command of supervised training does around its model: the folder of the run, resuming, signals, trackers,
+and telling what became of it. `cli.sft` is an example of its use.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from megappo.checkpoint.differences import read_config
+from megappo.checkpoint.health import Found
+from megappo.cli.resume import earlier_checkpoint, open_run
+from megappo.cli.signals import GO_ON, SIGTERM, StopSignals
+from megappo.cli.train import make_trackers
+from megappo.config.run import RunConfig
+from megappo.config.store import resolved_yaml
+from megappo.config.supervised import SupervisedConfig
+from megappo.config.trainer import RunSection
+from megappo.controller.epochs import EpochBatches
+from megappo.controller.loop import make_time_limit
+from megappo.controller.stopping import StopRequest, TimeLimit
+from megappo.controller.supervised_loop import SupervisedLoop, SupervisedTask, read_state
+from megappo.errors import INTERRUPTED, MegappoError
+from megappo.observability.console import RunConsole
+from megappo.observability.logging import get_logger, log_to_file
+from megappo.observability.metrics import Metrics, values
+from megappo.observability.mlflow_tracker import open_command, store_uri
+from megappo.observability.run_directory import RunDirectory, write_atomically, write_summary
+from megappo.observability.tracker import Tracker, keep_lines
+from megappo.observability.versions import package_versions
+
+logger = get_logger(__name__)
+
+_LINE_EVERY = 20
+"""Steps between two lines off a terminal."""
+_ENDS = ("epochs", "max_steps", "stop_loss")
+"""Keys that say when a run is done."""
+_TRACKER_STATUS = {"completed": "finished", "interrupted": "interrupted"}
+"""How a run ended -> how trackers call it; anything else is a failure."""
+
+
+class SupervisedRunObserver:
+    """Port `SupervisedObserver`: tells people and trackers what the loop does, and writes the summary at the end.
+
+    Args:
+        names: of the loss among the metrics, and of the held-out loss.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[Tracker], names: tuple[str, str]
+    ) -> None:
+        self._directory = directory
+        self._console = console
+        self._trackers = trackers
+        self._loss, self._held_out = names
+        self._start = time.monotonic()
+        self._losses: list[float] = []
+        self._held_out_losses: list[float] = []
+        self._running_loss: float | None = None
+        self.checkpoint: Path | None = None
+        """The newest one."""
+        self.last_step = 0
+
+    def on_phase(self, text: str) -> None:
+        """Something that takes time begins."""
+        self._console.phase(text)
+
+    def on_problem(self, text: str) -> None:
+        """Tell of what does not end the run."""
+        logger.warning("%s", text)
+        self._console.note(text)
+
+    def on_start(self, step: int, checkpoint: Path | None) -> None:
+        """Go on with the record of a resumed run: what it holds of steps after its checkpoint is dropped. A run that
+        begins with another run's checkpoint has a record of its own."""
+        self.last_step = step
+        self.checkpoint = checkpoint
+        if checkpoint is None or not self._directory.holds(checkpoint):
+            return
+        lines = keep_lines(self._directory.metrics, last_step=step)
+        for tracker in self._trackers:
+            tracker.continue_run(lines)
+        for _, numbers in lines:
+            self._remember(numbers)
+
+    def on_step(self, step: int, total_steps: int, metrics: Metrics, running_loss: float | None) -> None:
+        """Record a finished step; show all of them on a terminal, some of them elsewhere."""
+        numbers = values(metrics)
+        self.last_step, self._running_loss = step, running_loss
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+        self._remember(numbers)
+        if self._held_out in numbers:
+            self._console.note(f"held-out loss after step {step}: {numbers[self._held_out]:.4f}")
+        shown = self._console.is_terminal or step in (1, total_steps) or step % _LINE_EVERY == 0
+        if shown and running_loss is not None:
+            text = f"loss {numbers[self._loss]:.3f}  running mean {running_loss:.3f}"
+            self._console.progress(step, total_steps, text, step_s=numbers["timing/step_s"])
+
+    def _remember(self, numbers: dict[str, float]) -> None:
+        self._losses += [numbers[self._loss]] if self._loss in numbers else []
+        self._held_out_losses += [numbers[self._held_out]] if self._held_out in numbers else []
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """Remember the newest checkpoint."""
+        self.checkpoint = folder
+        self._console.note(f"saved {folder}")
+
+    @property
+    def saved(self) -> str:
+        """What is on disk, in words."""
+        saved = f"checkpoint {self.checkpoint}" if self.checkpoint else "no checkpoint (save_freq)"
+        return f"metrics of {len(self._losses)} steps in {self._directory.metrics}; {saved}"
+
+    def finish(self, exit_reason: str) -> dict[str, object]:
+        """Write summary.json, close the trackers; returns the summary."""
+        held_out = self._held_out_losses
+        summary: dict[str, object] = {
+            "steps": self.last_step,
+            "wall_s": round(time.monotonic() - self._start, 1),
+            "loss_first": self._losses[0] if self._losses else None,
+            "loss_last": self._losses[-1] if self._losses else None,
+            "loss_running_mean": self._running_loss,
+            "held_out_loss_first": held_out[0] if held_out else None,
+            "held_out_loss_last": held_out[-1] if held_out else None,
+            "exit": exit_reason,
+        }
+        write_summary(self._directory, summary)
+        for tracker in self._trackers:
+            for path in (self._directory.config, self._directory.summary):
+                if path.exists():
+                    tracker.artifact(path)
+            tracker.close(_TRACKER_STATUS.get(exit_reason, "failed"))
+        return summary
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SupervisedRun:
+    """What a command works with: everything about its run but the model and the rows."""
+
+    config: RunConfig
+    """`run` says where the folder is; the rest is as it was given."""
+    settings: SupervisedConfig
+    section: str
+    """Where the settings are in the configuration."""
+    console: RunConsole
+    directory: RunDirectory
+    observer: SupervisedRunObserver
+    stored: str
+    """The configuration as it was given, in YAML."""
+    found: Found | None
+    """The checkpoint that it goes on from."""
+    stop: StopRequest
+    time_limit: TimeLimit
+    signals: StopSignals
+
+    @property
+    def result(self) -> Path:
+        """Where the trained model goes, a Hugging Face folder."""
+        return self.directory.path.resolve() / "model"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether an earlier process did all of it: to the same end, with its result."""
+        if self.found is None or not self.directory.holds(self.found.folder):
+            return False
+        saved, wanted = (
+            tree.get(self.section, {}) for tree in (read_config(self.found.folder), yaml.safe_load(self.stored))
+        )
+        same_end = all(saved.get(key) == wanted.get(key) for key in _ENDS)
+        return same_end and read_state(self.found.folder).finished and (self.result / "config.json").exists()
+
+    def fit(self, task: SupervisedTask, batches: EpochBatches) -> bool:
+        """Run the loop. Returns whether it came to its end."""
+        loop = SupervisedLoop(
+            task,
+            batches,
+            config=self.settings,
+            checkpoint=self.config.checkpoint,
+            directory=self.directory,
+            observer=self.observer,
+            side_files={"config.yaml": self.stored, "versions.json": json.dumps(package_versions(), indent=1)},
+        )
+        earlier = partial(earlier_checkpoint, self.config, self.stored, section=self.section)
+        loop.prepare(None if self.found is None else self.found.folder.resolve(), earlier)
+        self.signals.begin_loop()
+        try:
+            return loop.fit(self.stop, self.time_limit)
+        finally:
+            self.signals.end_loop()
+
+
+def run_supervised(
+    config: RunConfig,
+    settings: SupervisedConfig,
+    work: Callable[[SupervisedRun], bool],
+    *,
+    console: RunConsole,
+    section: str,
+    losses: tuple[str, str],
+    next_steps: Callable[[Path], Sequence[str]],
+) -> int:
+    """Open the folder of a run, do its work and tell what became of it. Returns the exit code, as `megappo train`.
+
+    What can be refused before (rows that cannot be used) should be: an earlier run of the same folder then stays.
+
+    Args:
+        settings: the section `section` of the configuration.
+        work: trains and writes the result; returns whether it came to its end.
+        losses: names of the loss and of the held-out loss among the metrics.
+        next_steps: what to do with the result, one command a line.
+    """
+    stop, time_limit, stored = StopRequest(), make_time_limit(config), resolved_yaml(config)
+    saves = settings.save_freq > 0 or config.checkpoint.save_before_deadline is not None
+    signals = StopSignals(stop, grace_s=config.checkpoint.on_signal_s if saves else 0.0)
+    output = Path(settings.output)
+    config = replace(
+        config,
+        run=RunSection(name=output.name, dir=str(output.parent)),
+        tracking=replace(config.tracking, mlflow=config.tracking.mlflow and settings.mlflow),
+    )
+    directory, found = open_run(config, stored, console.note, section=section)
+    write_atomically(directory.config, stored)
+    log_to_file(directory.logs / "controller.log")
+    trackers = make_trackers(config, directory, console)
+    observer = SupervisedRunObserver(directory, console=console, trackers=trackers, names=losses)
+    if found is not None:
+        observer.last_step, observer.checkpoint = found.manifest.step, found.folder
+    run = SupervisedRun(
+        config=config,
+        settings=settings,
+        section=section,
+        console=console,
+        directory=directory,
+        observer=observer,
+        stored=stored,
+        found=found,
+        stop=stop,
+        time_limit=time_limit,
+        signals=signals,
+    )
+    return _finish(run, work, next_steps)
+
+
+def _finish(
+    run: SupervisedRun, work: Callable[[SupervisedRun], bool], next_steps: Callable[[Path], Sequence[str]]
+) -> int:
+    """Do the work, and close the run however it ends."""
+    observer, console = run.observer, run.console
+    exit_reason, code = "failed", 1
+    try:
+        exit_reason, code = _work(run, work)
+    except KeyboardInterrupt as interrupt:
+        exit_reason, code = "interrupted", _ended_early(run.signals.asked_by_scheduler, observer)
+        because = f" ({interrupt})" if str(interrupt) else ""
+        console.note(f"interrupted after step {observer.last_step}{because}; {observer.saved}")
+    except MegappoError as error:
+        exit_reason, code = f"failed: {type(error).__name__}", error.exit_code
+        console.note(f"{error}\nended after step {observer.last_step}; {observer.saved}")
+    finally:
+        _report(run, observer.finish(exit_reason))
+    console.lines("Next", list(next_steps(_shown_path(run))) if exit_reason == "completed" else _after_failure(run))
+    return code
+
+
+def _work(run: SupervisedRun, work: Callable[[SupervisedRun], bool]) -> tuple[str, int]:
+    if run.is_finished:
+        assert run.found is not None
+        run.observer.on_start(run.found.manifest.step, run.found.folder)
+        done = f"all steps are done already, the result is {_shown_path(run)}"
+        run.console.note(f"{done} (more of {run.section}.epochs or {run.section}.max_steps goes on from there)")
+        return "completed", 0
+    if work(run):
+        return "completed", 0
+    run.console.note(f"ended early ({run.stop.reason}) after step {run.observer.last_step}; {run.observer.saved}")
+    return "interrupted", _ended_early(run.stop.reason != SIGTERM, run.observer)
+
+
+def _ended_early(can_be_started_again: bool, observer: SupervisedRunObserver) -> int:
+    """Return the exit code of a run that ended before its last step; see `cli.signals`."""
+    return GO_ON if can_be_started_again and observer.checkpoint is not None else INTERRUPTED
+
+
+def _shown_path(run: SupervisedRun) -> Path:
+    return run.directory.path / "model"
+
+
+def _report(run: SupervisedRun, summary: dict[str, object]) -> None:
+    """Print the summary and where things are."""
+    rows = [
+        (name, f"{value:.4g}" if isinstance(value, float) else str(value))
+        for name, value in summary.items()
+        if value is not None
+    ]
+    run.console.table(f"{run.section}: {run.directory.path}", rows)
+    places = [f"{'metrics':<13}{run.directory.metrics}", f"{'logs':<13}{run.directory.logs}"]
+    if run.config.tracking.mlflow:
+        uri = store_uri(run.config.tracking.mlflow_uri, run.directory.database)
+        places.append(f"{'in MLflow':<13}{open_command(uri)}")
+    run.console.lines("Look at", places)
+
+
+def _after_failure(run: SupervisedRun) -> list[str]:
+    """Return what to do now with a run that did not end well."""
+    steps = [f"look into {run.directory.logs}/ (a file per process)"]
+    if run.observer.checkpoint is not None:
+        steps.append("the same command with resume=auto goes on from the last checkpoint")
+    return steps
