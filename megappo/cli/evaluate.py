@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megappo.checkpoint.names import step_of
-from megappo.cli.evaluation_pairs import PROMPTS, compare, read_prompts, write_prompts
+from megappo.cli.evaluation_pairs import PROMPTS, compare, read_prompts, require_shared, write_prompts
 from megappo.cli.evaluation_report import (
     difference_facts,
     facts_of,
@@ -78,6 +78,8 @@ def run_evaluate(asked: EvaluateArguments) -> int:
     with RunConsole(file=sys.stderr if asked.as_json else None) as console:
         console.phase("reading prompts")
         sets = make_validation(config, console)
+        if other is not None:
+            require_shared(sets, other)
         directory = open_run_directory(_section(config, asked.output))
         write_atomically(directory.config, stored)
         log_to_file(directory.logs / "controller.log")

@@ -16,11 +16,15 @@ import numpy as np
 from megappo.algo.judgement import bootstrap_interval
 from megappo.config.run import RunConfig
 from megappo.controller.evaluate import Evaluation
+from megappo.data.types import Prompt
 from megappo.errors import DataError
 from megappo.observability.run_directory import write_atomically
 
 PROMPTS = "prompts.jsonl"
 """The statistics of every prompt, in the folder of an evaluation."""
+
+_NAMED_BY = ("set", "source", "row", "sha256")
+"""What says which prompt a line is about."""
 
 _OF_ALL_ANSWERS = ("best", "majority")
 """Statistics that grow with the number of answers."""
@@ -43,11 +47,14 @@ def write_prompts(path: Path, evaluation: Evaluation, *, samples_per_prompt: int
     for answered, report in zip(evaluation.answered, evaluation.reports):
         for index, prompt in enumerate(answered.prompts):
             numbers = {name: _or_none(found[index]) for name, found in report.values.items()}
-            named = {"set": answered.name, "source": prompt.prompt.source, "row": prompt.prompt.row}
-            digest = hashlib.sha256(prompt.prompt.text.encode()).hexdigest()
-            line = named | {"sha256": digest, "samples": samples_per_prompt} | numbers
+            named = dict(zip(_NAMED_BY, _key_of(answered.name, prompt.prompt)))
+            line = named | {"samples": samples_per_prompt} | numbers
             lines.append(json.dumps(line) + "\n")
     write_atomically(path, "".join(lines))
+
+
+def _key_of(set_name: str, prompt: Prompt) -> tuple[str, str, int, str]:
+    return set_name, prompt.source, prompt.row, hashlib.sha256(prompt.text.encode()).hexdigest()
 
 
 def _or_none(value: float) -> float | None:
@@ -58,23 +65,28 @@ def read_prompts(folder: Path) -> list[dict[str, Any]]:  # Any: JSON
     """Return what `write_prompts` wrote. Raises DataError."""
     path = folder / PROMPTS
     try:
-        return [json.loads(text) for text in path.read_text().splitlines()]
+        lines: list[Any] = [json.loads(text) for text in path.read_text().splitlines()]
+        for number, line in enumerate(lines, start=1):
+            if not isinstance(line, dict) or not {*_NAMED_BY, "samples"} <= line.keys():
+                raise ValueError(f"line {number} of {path} is not that of a prompt")
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} is no evaluation: {error} (give the --output of an earlier one)") from error
+    return lines
+
+
+def require_shared(sets: Mapping[str, Sequence[Prompt]], other: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DataError if an earlier evaluation has none of the prompts."""
+    theirs = {_key(line) for line in other}
+    if not any(_key_of(name, prompt) in theirs for name, prompts in sets.items() for prompt in prompts):
+        raise DataError("the two evaluations have no prompt in common (compare evaluations of the same data)")
 
 
 def compare(
     mine: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], config: RunConfig
 ) -> list[Difference]:
-    """Return the differences of two evaluations, set by set.
-
-    Raises:
-        DataError: they have no prompt in common.
-    """
+    """Return the differences of two evaluations, set by set, of the prompts that both have."""
     theirs = {_key(line): line for line in other}
     pairs = [(line, theirs[_key(line)]) for line in mine if _key(line) in theirs]
-    if not pairs:
-        raise DataError("the two evaluations have no prompt in common (compare evaluations of the same data)")
     found: dict[tuple[str, str], list[float]] = {}
     for ours, its in pairs:
         for statistic in _shared(ours, its):
@@ -89,7 +101,7 @@ def _key(line: Mapping[str, Any]) -> tuple[str, str, int, str]:
 
 def _shared(ours: Mapping[str, Any], its: Mapping[str, Any]) -> list[str]:
     """Return the statistics that mean the same in both: the best of 8 answers is no match for the best of 4."""
-    own = ("set", "source", "row", "sha256", "samples")
+    own = (*_NAMED_BY, "samples")
     left_out = own if ours["samples"] == its["samples"] else (*own, *_OF_ALL_ANSWERS)
     return [name for name in ours if name in its and name not in left_out]
 

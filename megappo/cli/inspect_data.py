@@ -24,7 +24,7 @@ from megappo.data.prompts import PromptSet, examine_prompts
 from megappo.data.starting_tokenizer import starting_tokenizer
 from megappo.data.tokenizer import load_tokenizer, with_chat_template
 from megappo.data.types import Prompt
-from megappo.errors import DataError
+from megappo.errors import ConfigError, DataError, Violation
 
 Facts = dict[str, Any]  # Any: the printed object
 
@@ -42,9 +42,12 @@ def inspect_data(overrides: Sequence[str], *, samples: int = 1, as_json: bool = 
         samples: prompts of each source that are shown.
 
     Raises:
-        ConfigError: the section `data` breaks a rule.
+        ConfigError: the section `data` breaks a rule, or `samples` is negative.
         DataError: a source cannot be read at all.
     """
+    if samples < 0:
+        rule, remedy = "must not be negative", "use 0 to show none"
+        raise ConfigError([Violation(key="--samples", value=samples, rule=rule, remedy=remedy)])
     config = load_run_config(overrides, rules=(check_data,))
     facts = describe_data(config, samples=samples)
     print(json.dumps(facts, indent=1) if as_json else "\n".join(_lines(facts)))

@@ -77,7 +77,7 @@ def _spans(versions: Sequence[int]) -> list[VersionSpan]:
 def _marks(response: SampledResponse) -> list[int]:
     """Return the mark of each token."""
     marks: list[int] = []
-    for turn in response.turns or []:
+    for turn in response.calls:
         marks += [_OBSERVED] * turn.observed + [0] * turn.sampled
         if turn.sampled:
             marks[-1] = _ENDS.index(turn.finish_reason)

@@ -13,8 +13,11 @@ _SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NEEDED = {"reasoning_gym": "task"} | dict.fromkeys(FILE_KINDS, "path")
 """Kind -> key that it reads."""
 _READ_BY = {
+    "path": FILE_KINDS,
     "split": ("datasets",),
     "task": ("reasoning_gym",),
+    "params": ("reasoning_gym",),
+    "seed": ("reasoning_gym",),
     "question_pattern": ("reasoning_gym",),
     "extra_columns": FILE_KINDS,
     "storage_options": FILE_KINDS,

@@ -150,6 +150,8 @@ def _vote(answer: Answer, same: SameAnswer, prompt: Prompt) -> str:
     if same is SameAnswer.response:
         assert answer.sample is not None, "the texts of all answers are asked for"
         return " ".join(answer.sample.response.casefold().split())
+    if answer.reward.failure is not None:
+        return ""  # with reward.on_failure=score it has a score, but nothing was read
     if answer.reward.extracted is None:
         raise DataError(
             f"validation.majority=extracted: the reward of {prompt.source or 'the validation prompts'} does not say "

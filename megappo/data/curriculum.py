@@ -62,12 +62,17 @@ def make_curriculum(data: DataConfig) -> Curriculum | None:
     """
     if data.curriculum is None:
         return None
+    kind = CURRICULA.get(data.curriculum)
     try:
-        made = CURRICULA.get(data.curriculum)(**data.curriculum_params)
+        made = kind(**data.curriculum_params)
     except TypeError as error:
         raise DataError(
             f"data.curriculum={data.curriculum}: cannot be made with curriculum_params="
             f"{data.curriculum_params}: {error}"
+        ) from error
+    except Exception as error:  # the boundary to a class from outside: whatever it raises
+        raise DataError(
+            f"data.curriculum={data.curriculum}: cannot be made: it raised {type(error).__name__}: {error}"
         ) from error
     missing = [name for name in ("order", "observe", "state_dict", "load_state_dict") if not hasattr(made, name)]
     if missing:

@@ -39,6 +39,8 @@ class DataFile:
         try:
             with self.system.open(self.path, "rb", compression=compression) as file:
                 yield cast(BinaryIO, file)
+        except IsADirectoryError as error:
+            raise DataError(f"{self.name}: is a folder (give its files: {self.name}/*)") from error
         except (OSError, EOFError, ImportError) as error:
             raise DataError(f"{self.name}: cannot be read: {error}") from error
         except ValueError as error:

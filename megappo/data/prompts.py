@@ -175,7 +175,8 @@ class _PromptMaker:
             return (
                 None if isinstance(row.question, str) else ("wrong_type", "rendered=true takes texts, found messages")
             )
-        found = self._special.search(row.question) if self._special and isinstance(row.question, str) else None
+        # The one text, or any of the messages'.
+        found = self._special.search(row.text) if self._special else None
         if found is None:
             return None
         rule = f"holds the special token {found.group()!r}, and the chat template would write its own around it"

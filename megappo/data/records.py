@@ -4,7 +4,9 @@ A column name may be a path into nested columns: `reward_model.ground_truth`.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,16 @@ def row_of(config: SourceConfig, number: int, record: Record, place: str) -> Row
         return LeftOut(row=number, reason=reason, message=f"{place}: {message}")
 
 
+def checked_row(row: Row, place: str) -> Row | LeftOut:
+    """Return a row that foreign code made, with its answer as text, or the reason why it is none."""
+    try:
+        question = _question(row.question, "question")
+        return replace(row, question=question, answer=None if row.answer is None else _answer(row.answer, "answer"))
+    except _UnusableError as error:
+        reason, message = error.args
+        return LeftOut(row=row.row, reason=reason, message=f"{place}: {message}")
+
+
 def plain(value: Any) -> Any:
     """Return nested data as lists, dicts and plain numbers: numpy arrays of objects are what pandas makes of lists."""
     if isinstance(value, np.ndarray):
@@ -63,12 +75,11 @@ def _row(config: SourceConfig, number: int, record: Record) -> Row:
     answer = None
     if config.answer_column is not None:
         answer = _answer(_column(record, config.answer_column, "answer_column"), config.answer_column)
-    source = _optional(record, config.source_column)
     return Row(
         row=number,
         question=question,
         answer=answer,
-        source="" if source is None else str(source),
+        source=_source(_optional(record, config.source_column), config.source_column),
         extra=_extra(config, record),
         tools=_tools(_optional(record, config.tools_column), config.tools_column),
     )
@@ -119,21 +130,36 @@ def _question(value: Any, column: str) -> str | list[Message]:
     if isinstance(value, list) and not value:
         raise _UnusableError("empty", f"{rule}, found an empty list")
     if isinstance(value, list) and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value):
-        # A template would write nothing for a content that is not there.
-        bare = next(
-            (at for at, item in enumerate(value) if item.get("content") is None and "tool_calls" not in item), None
-        )
-        if bare is not None:
-            raise _UnusableError(
-                "null", f"column {column!r}: message {bare + 1} has no content, found {_shown(value[bare])}"
-            )
+        _check_contents(value, column)
         return value
     raise _UnusableError("wrong_type", f"{rule}, found {_shown(value)}")
+
+
+def _check_contents(messages: Sequence[Message], column: str) -> None:
+    for number, message in enumerate(messages, start=1):
+        content, where = message.get("content"), f"column {column!r}: message {number}"
+        # A template would write nothing for a content that is not there, and whatever Python writes for a number.
+        if content is None and "tool_calls" not in message:
+            raise _UnusableError("null", f"{where} has no content, found {_shown(message)}")
+        if not isinstance(content, str | list | None):
+            raise _UnusableError("wrong_type", f"{where}: content must be text or parts, found {_shown(content)}")
+    if not any(str(message.get("content") or "").strip() or "tool_calls" in message for message in messages):
+        raise _UnusableError("empty", f"column {column!r}: the messages hold no text")
+
+
+def _source(value: Any, column: str | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return str(value)
+    raise _UnusableError("wrong_type", f"column {column!r} must be the name of a source, found {_shown(value)}")
 
 
 def _answer(value: Any, column: str) -> str:
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and math.isnan(value):  # as pandas writes what is missing
+        raise _UnusableError("null", f"column {column!r} is NaN, no answer")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise _UnusableError("wrong_type", f"column {column!r} must be text or a number, found {_shown(value)}")

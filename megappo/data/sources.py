@@ -9,6 +9,7 @@ A function from outside (`package.module:function`) may give rows, or mappings o
 rows are made by the columns of the configuration, as of files.
 """
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,9 @@ from typing import Any
 from megappo.config.data import BadRow, SourceConfig
 from megappo.data.files import datasets, jsonl, parquet
 from megappo.data.procedural import reasoning_gym
-from megappo.data.records import plain, row_of
+from megappo.data.records import checked_row, plain, row_of
 from megappo.data.types import LeftOut, Row
-from megappo.errors import DataError
+from megappo.errors import DataError, MegappoError
 from megappo.observability.logging import get_logger
 from megappo.registry import Registry
 
@@ -109,13 +110,29 @@ def reasons(left_out: Iterable[LeftOut]) -> str:
 def _numbered(config: SourceConfig) -> Iterator[Row | LeftOut]:
     """Yield what a source gives, records made to rows; it is not asked for more than is taken."""
     place = f"data source {config.kind}"
-    given: Any = SOURCES.get(config.kind)(config)
-    if not isinstance(given, Iterable):
-        raise DataError(f"{place}: gave {given!r:.80}, must give rows or records (an iterable)")
-    for number, entry in enumerate(given):
-        if isinstance(entry, Row | LeftOut):
+    for number, entry in enumerate(_given(config)):
+        if isinstance(entry, Row):
+            yield checked_row(entry, f"{place} row {entry.row}") if ":" in config.kind else entry
+        elif isinstance(entry, LeftOut):
             yield entry
         elif isinstance(entry, Mapping):
             yield row_of(config, number, plain(entry), f"{place} record {number}")
         else:
             raise DataError(f"{place}: gave {entry!r:.80} as record {number}, must be a Row or a mapping of columns")
+
+
+def _given(config: SourceConfig) -> Iterator[Any]:  # Any: a function from outside gives anything
+    """Yield what a source gives. Raises DataError where one from outside fails, with the place in its code."""
+    source, place = SOURCES.get(config.kind), f"data source {config.kind}"
+    try:
+        given: Any = source(config)
+        if not isinstance(given, Iterable):
+            raise DataError(f"{place}: gave {given!r:.80}, must give rows or records (an iterable)")
+        yield from given
+    except MegappoError:
+        raise
+    except Exception as error:
+        if ":" not in config.kind:
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(f"{place}: raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})") from error

@@ -3,11 +3,11 @@
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -19,6 +19,8 @@ Outcome = Reward | Failure
 _LONGEST_MESSAGE = 1000
 _LONGEST_DETAILS = 20_000
 """Characters; exceptions may hold whole answers."""
+_RAISED = (Exception, SystemExit, asyncio.CancelledError)
+"""What is caught at the boundary to foreign code: whatever it raises is told of."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,6 +51,26 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def _pass_on_own_end(error: BaseException) -> None:
+    """Raise an error that ends the call from outside (it is late) and is none that the reward raised by itself."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
+def _is_listed(results: object) -> TypeGuard[Iterable[object]]:
+    no_list = str | bytes | Reward | Real | Mapping | Set
+    # Arrays and tensors of no dimension have no length, though their class does.
+    return hasattr(results, "__len__") and not isinstance(results, no_list) and getattr(results, "ndim", 1) > 0
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as fault:  # of foreign code, too
+        return f"(its text cannot be had: {type(fault).__name__})"
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Term:
     """One reward function, what it is called in messages, and its weight in the score."""
@@ -76,16 +98,21 @@ class Term:
     async def _score_batch(self, samples: Sequence[Sample], caller: Caller) -> list[Outcome]:
         assert self.score is not None
         try:
-            results = await caller.call(self.score, samples)
-        except (Exception, SystemExit) as error:  # the boundary to foreign code: whatever it raises is told of
+            return self._checked_batch(await caller.call(self.score, samples), samples)
+        except _RAISED as error:
+            _pass_on_own_end(error)
             return [self._raised(error)] * len(samples)
-        if results is None or isinstance(results, str | bytes | Reward | Real) or not hasattr(results, "__len__"):
+
+    def _checked_batch(self, results: object, samples: Sequence[Sample]) -> list[Outcome]:
+        """Return the results as one Reward each; whatever has no order, or no length, is no list of them."""
+        if not _is_listed(results):
             kind = FailureKind.none if results is None else FailureKind.wrong_type
             return [self._failure(kind, f"returned {results!r:.100} for a batch, no list of rewards")] * len(samples)
-        if len(results) != len(samples):
-            text = f"{len(results)} rewards for {len(samples)} samples (one each is needed)"
+        listed = list(results)
+        if len(listed) != len(samples):
+            text = f"{len(listed)} rewards for {len(samples)} samples (one each is needed)"
             return [self._failure(FailureKind.wrong_length, text)] * len(samples)
-        return [self._checked(result, sample) for result, sample in zip(results, samples)]
+        return [self._checked(result, sample) for result, sample in zip(listed, samples)]
 
     async def _score_each(self, samples: Sequence[Sample], caller: Caller) -> list[Outcome]:
         assert self.score_one is not None
@@ -93,7 +120,8 @@ class Term:
         for sample in samples:
             try:
                 found.append(self._checked(await caller.call(self.score_one, sample), sample))
-            except (Exception, SystemExit) as error:  # as above
+            except _RAISED as error:
+                _pass_on_own_end(error)
                 found.append(self._raised(error))
         return found
 
@@ -104,6 +132,8 @@ class Term:
         reward = result if isinstance(result, Reward) else Reward(score=result)  # type: ignore[arg-type]  # checked next
         if not isinstance(reward.parts, dict):  # type: ignore[reportUnnecessaryIsInstance]  # of foreign code
             return self._failure(FailureKind.wrong_type, f"parts {reward.parts!r:.100} are no dict of numbers by name")
+        if not isinstance(reward.extracted, str | None):  # type: ignore[reportUnnecessaryIsInstance]  # as above
+            return self._failure(FailureKind.wrong_type, f"extracted {reward.extracted!r:.100} is no text")
         numbers = {"score": reward.score} | {f"part {name}": value for name, value in reward.parts.items()}
         for name, value in numbers.items():
             if not isinstance(value, Real | np.bool_):
@@ -115,11 +145,13 @@ class Term:
                 text = f"{name} {value} is not finite, response {sample.response!r:.200}"
                 return self._failure(FailureKind.not_finite, text)
         parts = {str(name): float(value) for name, value in reward.parts.items()}
-        return replace(reward, score=float(reward.score), parts=parts, failure=None)
+        # A new one: the process that asks may not know a class of the reward's own.
+        extracted = None if reward.extracted is None else str(reward.extracted)
+        return Reward(score=float(reward.score), parts=parts, extracted=extracted)
 
     def _raised(self, error: BaseException) -> Failure:
         told = isinstance(error, MegappoError)
-        text = str(error) if told else f"{self.label}: raised {type(error).__name__}: {error}"
+        text = str(error) if told else f"{self.label}: raised {type(error).__name__}: {_text_of(error)}"
         details = "".join(traceback.format_exception(error))
         return Failure(
             kind=FailureKind.raised,

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -48,8 +49,8 @@ class HttpReward:
     _headers: dict[str, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
-            raise DataError(f"reward http: params.url={self.url!r} must begin with http:// or https://")
+        if not _is_address(self.url):
+            raise DataError(f"reward http: params.url={self.url!r} must be http:// or https:// and a host")
         check_number("http", "timeout_s", self.timeout_s, least=0.001)
         check_count("http", "retries", self.retries, least=0)
         check_number("http", "backoff_s", self.backoff_s, least=0.0)
@@ -127,6 +128,13 @@ class HttpReward:
             f"reward http: {self.url} answered with {reason} (the module's docstring says what is asked for): "
             f"{content[:_SHOWN].decode(errors='replace')!r}"
         )
+
+
+def _is_address(url: object) -> bool:
+    try:
+        return isinstance(url, str) and url.startswith(("http://", "https://")) and bool(urlsplit(url).hostname)
+    except ValueError:
+        return False
 
 
 def _is_number(value: object) -> bool:

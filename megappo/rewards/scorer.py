@@ -304,14 +304,15 @@ class Scorer:
 
     async def _listen(self, process: ScoringProcess) -> None:
         """Take answers until the process ends."""
-        try:
-            while True:
+        while True:
+            try:
                 answer = await process.receive()
                 assert isinstance(answer, Answer)
-                self._answered(process, answer)
-        except Exception:  # a process boundary: whatever else comes through the socket is no answer, either
-            if process is self._process:
-                self._replace(process, FailureKind.died, guilty=None)
+            except Exception:  # a process boundary: whatever else comes through the socket is no answer, either
+                if process is self._process:
+                    self._replace(process, FailureKind.died, guilty=None)
+                return
+            self._answered(process, answer)
 
     def _keep(self, work: Any) -> None:  # Any: the coroutine's own types don't matter
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)

@@ -81,6 +81,13 @@ class SampledResponse:
     """Time that a rollout program has spent on it."""
 
     @property
+    def calls(self) -> list[Turn]:
+        """The calls that sampled it: those of its program, or the one that went on until all tokens were there."""
+        if self.turns is not None:
+            return self.turns
+        return [Turn(observed=0, sampled=len(self.tokens), finish_reason=self.finish_reason)] if self.tokens else []
+
+    @property
     def mask(self) -> list[bool]:
         """Whether each token was sampled."""
         if self.turns is None:

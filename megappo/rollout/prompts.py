@@ -23,8 +23,8 @@ class RequestLimits:
 def check_requests(
     requests: Sequence[GenerateRequest], sampling: SamplingConfig, *, limits: RequestLimits, name: str
 ) -> None:
-    """Raise RequestError for what the model cannot read: an empty prompt, a token without an embedding, a prompt that
-    leaves no room for the response.
+    """Raise RequestError for what the model cannot read: an empty prompt, a token without an embedding (what was begun
+    included), a prompt that leaves no room for the response.
 
     SGLang's scheduler dies of the first two when it has no tokenizer, and cuts a response that has no room;
     transformers checks nothing.
@@ -44,17 +44,31 @@ def check_requests(
             raise RequestError(f"{name}: generate: the prompt of group {request.group_id}{row} {problem}")
 
 
+def _without_embedding(tokens: Sequence[int], limits: RequestLimits) -> int | None:
+    """Return the first token that the model does not know."""
+    if not tokens or (min(tokens) >= 0 and max(tokens) < limits.vocabulary):
+        return None
+    return next(token for token in tokens if not 0 <= token < limits.vocabulary)
+
+
 def _problem(request: GenerateRequest, max_new_tokens: int, limits: RequestLimits) -> str | None:
     """Return what is wrong with a request."""
     tokens = request.prompt_tokens
     if not tokens:
         return "has no tokens"
-    if min(tokens) < 0 or max(tokens) >= limits.vocabulary:
-        wrong = next(token for token in tokens if not 0 <= token < limits.vocabulary)
+    wrong = _without_embedding(tokens, limits)
+    if wrong is not None:
         return (
             f"holds token {wrong}, and the model has {limits.vocabulary} "
             "(check that prompts were made with the tokenizer of model.path)"
         )
+    for response in request.begun:
+        wrong = _without_embedding(response.tokens, limits)
+        if wrong is not None:
+            return (
+                f"is followed by token {wrong}, and the model has {limits.vocabulary} "
+                "(check what rollout.agent puts between turns)"
+            )
     if limits.tokens is not None and len(tokens) + max_new_tokens > limits.tokens:
         return (
             f"has {len(tokens)} tokens, which with max_new_tokens={max_new_tokens} is more than the "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megappo.checkpoint.names import step_name
-from megappo.cli.evaluation_pairs import PROMPTS, compare, read_prompts, write_prompts
+from megappo.cli.evaluation_pairs import PROMPTS, compare, read_prompts, require_shared, write_prompts
 from megappo.cli.evaluation_report import facts_of, line_of, print_differences, print_tables, write_generations
 from megappo.cli.main import main
 from megappo.cli.run_data import _check_best_metric
@@ -160,10 +160,14 @@ def test_evaluations_that_cannot_be_compared_are_refused(tmp_path: Path) -> None
         read_prompts(tmp_path)
     config = config_of()
     write_prompts(tmp_path / PROMPTS, evaluation_of({"x": [[1.0]]}, config), samples_per_prompt=1)
-    first = read_prompts(tmp_path)
-    write_prompts(tmp_path / PROMPTS, evaluation_of({"y": [[1.0]]}, config), samples_per_prompt=1)
+    prompts = {source: Prompt(row=0, text="x 0", tokens=[1], answer="a", source=source) for source in "xy"}
+    require_shared({"": [prompts["y"], prompts["x"]]}, read_prompts(tmp_path))
     with pytest.raises(DataError, match="no prompt in common"):
-        compare(read_prompts(tmp_path), first, config)
+        require_shared({"": [prompts["y"]], "hard": [prompts["x"]]}, read_prompts(tmp_path))
+    for text in ('{"prompt": "x", "answer": "y"}\n', "[]\n"):
+        (tmp_path / PROMPTS).write_text(text)
+        with pytest.raises(DataError, match=r"is no evaluation: line 1 of .*prompts\.jsonl is not that of a prompt"):
+            read_prompts(tmp_path)
 
 
 @pytest.mark.parametrize("inside", ["", "/actor"])

@@ -115,6 +115,7 @@ def test_what_a_run_would_refuse_is_told_and_ends_with_1(inspect, tmp_path: Path
 def test_keys_that_are_wrong_end_with_2(inspect, tmp_path: Path) -> None:
     assert inspect(f"data.train.path={tmp_path / 'lost.jsonl'}")[0] == 2
     assert inspect("data.train.path=x", "data.train.skip=-1")[0] == 2
+    assert inspect(f"data.train.path={write(tmp_path / 'rows.jsonl', ['a', 'b'])}", "--samples", "-1")[0] == 2
 
 
 def test_a_chat_template_of_ones_own_is_shown_as_the_engine_gets_it(inspect, tmp_path: Path) -> None:

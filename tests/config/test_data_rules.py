@@ -39,6 +39,7 @@ def test_several_sources_break_no_rule(config: RunConfig) -> None:
         ({"skip": 100}, "data.train_sources.one.size=100 must be above data.train_sources.one.skip=100"),
         ({"weight": 0.0}, "data.train_sources.one.weight=0.0 must be positive (leave a source out"),
         ({"split": "train"}, "data.train_sources.one.split=train has no use with data.train_sources.one.kind="),
+        ({"path": "a.jsonl"}, "data.train_sources.one.path=a.jsonl has no use with"),
         ({"extra_columns": ["a"]}, "data.train_sources.one.extra_columns=['a'] has no use with"),
         ({"storage_options": {"anon": True}}, "data.train_sources.one.storage_options={'anon': True} has no use"),
     ],

@@ -126,6 +126,21 @@ def test_a_majority_of_what_no_reward_tells_is_refused() -> None:
         ask(config, {"": prompts_of("x", 2)}, lambda sample: Reward(score=1.0))
 
 
+def test_a_failed_reward_that_gives_a_score_has_no_vote() -> None:
+    def fails_on_b(sample: Sample) -> Reward:
+        if "b" in sample.response.casefold():
+            return Reward(score=-1.0, failure=FailureKind.raised)  # what reward.on_failure=score makes of it
+        return Reward(score=0.5, extracted=sample.response)
+
+    evaluation = evaluate(
+        config_of(samples_per_prompt=3, majority=SameAnswer.extracted),
+        {"": prompts_of("x", 3)},
+        rollout=Told(table=torch.zeros(VOCAB, VOCAB), version=0),
+        reward=FakeReward(fails_on_b),
+    )
+    assert evaluation.reports[0].values["majority"].tolist() == [0.5, 0.5, 0.5]
+
+
 def test_sets_and_sources_are_told_apart_and_do_not_change_each_other() -> None:
     easy, mixed = prompts_of("x", 5), prompts_of("y", 4) + prompts_of("z", 3)
     config = config_of(pass_at=[2])

@@ -50,6 +50,28 @@ BAD_LINES: list[tuple[bytes, str, str]] = [
     (b'{"prompt": "a", "answer": "1", "tools": [3]}', "wrong_type", r"column 'tools' must be a list of tool schemas"),
     (b'{"prompt": "a<eos>", "answer": "1"}', "rendered", r"holds the special token '<eos>'.*rendered=true"),
     (
+        json.dumps({"prompt": [USER, {"role": "user", "content": "b<eos>"}], "answer": "1"}).encode(),
+        "rendered",
+        r"row 1: holds the special token '<eos>'",
+    ),
+    (b'{"prompt": "a", "answer": NaN}', "null", r"rows\.jsonl:2: column 'answer' is NaN"),
+    (
+        b'{"prompt": "a", "answer": "1", "data_source": {"a": 1}}',
+        "wrong_type",
+        r"column 'data_source' must be the name of a source, found \{'a': 1\}",
+    ),
+    (
+        json.dumps({"prompt": [USER, {"role": "user", "content": 5}], "answer": "1"}).encode(),
+        "wrong_type",
+        r"message 2: content must be text or parts, found 5",
+    ),
+    (
+        json.dumps({"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "answer": "1"}).encode(),
+        "template",
+        r"row 1: the chat template takes texts, and a message has a list of parts",
+    ),
+    (json.dumps({"prompt": [{"role": "user", "content": " "}], "answer": "1"}).encode(), "empty", r"hold no text"),
+    (
         json.dumps({"prompt": [USER, {"role": "assistant", "content": "b"}], "answer": "1"}).encode(),
         "template",
         r"jsonl row 1: the messages end with an answer",
@@ -115,9 +137,9 @@ def test_long_prompts_are_left_out_or_refused(letters, tmp_path):
 
 
 def test_prompts_without_tokens_are_bad_rows(bos_tokenizer, tmp_path):
-    # Without a template the text of these messages is empty, and this tokenizer has no begin token to add.
-    line = json.dumps({"prompt": [{"role": "user", "content": ""}], "answer": "1"}).encode()
-    tokenizer = bos_tokenizer(None)
+    # This template shows nothing of these messages, and this tokenizer has no begin token to add.
+    line = json.dumps({"prompt": [{"role": "tool", "content": "a"}], "answer": "1"}).encode()
+    tokenizer = bos_tokenizer("{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'] }}{% endif %}")
     tokenizer.backend_tokenizer.post_processor = None  # type: ignore[union-attr]
     with pytest.raises(DataError, match="row 1: has no tokens"):
         load(jsonl(tmp_path, line), tokenizer)

@@ -58,6 +58,7 @@ def test_tools_reach_the_template(bos_tokenizer):
     [
         (TEMPLATE, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], {}, "end with an answer"),
         ("{{ raise_exception('no system role') }}", "ab", {}, "no system role"),
+        ("{{ 1 / 0 }}", "ab", {}, "refuses the messages: division by zero"),
         (None, [{"role": "user", "content": None}], {}, "without text"),
         (None, "ab", {"tools": [{"name": "f"}]}, "has tools"),
     ],

@@ -60,6 +60,11 @@ class Chosen:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class NotReady:
+    def __init__(self) -> None:
+        raise RuntimeError("no table")
+
+
 class NoCurriculum:
     """Has none of the methods."""
 
@@ -153,6 +158,7 @@ def test_an_order_that_is_none_is_refused(order, message):
     [
         ("nowhere:Class", {}, RegistryError, "curriculum 'nowhere:Class' cannot be imported"),
         ("Weakest", {"size": 3, "speed": 1}, DataError, "cannot be made with curriculum_params=.*speed"),
+        ("NotReady", {}, DataError, "cannot be made: it raised RuntimeError: no table"),
         ("NoCurriculum", {}, DataError, "has no order, observe, state_dict, load_state_dict"),
         ("Chosen", {"state": {1: 2}}, DataError, "does not come back from JSON"),
         ("Chosen", {"state": [1]}, DataError, "does not come back from JSON"),

@@ -85,6 +85,13 @@ def nothing(config):
 def words(config):
     return ["one"]
 
+def fails(config):
+    yield {"prompt": "a", "answer": "1"}
+    raise KeyError("boom")
+
+def wrong(config):
+    return [Row(row=0, question=5, answer="1"), Row(row=1, question="a", answer=7)]
+
 def twice(config):
     return [Row(row=0, question="a", answer=None), Row(row=0, question="b", answer=None)]
 """
@@ -116,6 +123,8 @@ def test_a_source_from_outside_gives_records_of_numpy_objects(outside):
         ("outside_source:nothing", DataError, "gave None, must give rows or records"),
         ("outside_source:words", DataError, "gave 'one' as record 0, must be a Row or a mapping"),
         ("outside_source:twice", DataError, "gives row 0 twice"),
+        ("outside_source:fails", DataError, r"raised KeyError: 'boom' \(.*outside_source\.py:\d+\)"),
+        ("outside_source:wrong", DataError, "1 of 2 rows cannot be used(.|\n)*row 0: column 'question' must be text"),
     ],
 )
 def test_what_is_no_source_is_named(outside, kind, error, message):
@@ -227,6 +236,8 @@ def test_missing_files_and_foreign_files_are_named(tmp_path):
         read_rows(SourceConfig(kind="jsonl"))
     with pytest.raises(DataError, match="no file matches"):
         read_rows(SourceConfig(path=str(tmp_path / "*.jsonl")))
+    with pytest.raises(DataError, match=r"is a folder \(give its files"):
+        read_rows(SourceConfig(path=str(tmp_path)))
     (tmp_path / "rows.parquet").write_text("not parquet")
     with pytest.raises(DataError, match=r"rows\.parquet: is not a parquet file"):
         read_rows(SourceConfig(kind="parquet", path=str(tmp_path / "rows.parquet")))

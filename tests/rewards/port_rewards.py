@@ -92,6 +92,9 @@ def by_word(sample: Sample) -> Any:
     actions = {
         "raise": _raise,
         "refuse": _refuse,
+        "cancel": _cancel,
+        "speechless": _raise_speechless,
+        "odd": lambda _: _OddReward(score=1.0),
         "exit": lambda _: sys.exit(3),
         "die": lambda code: os._exit(int(code)),
         "segfault": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
@@ -142,6 +145,26 @@ class ByWordBatch:
 
 def _raise(message: str) -> None:
     raise ValueError(message)
+
+
+class _SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class _OddReward(Reward):
+    """Cannot travel between processes."""
+
+    def __reduce__(self) -> str:
+        raise TypeError
+
+
+def _raise_speechless(_: str) -> None:
+    raise _SpeechlessError
+
+
+def _cancel(_: str) -> None:
+    raise asyncio.CancelledError
 
 
 def _refuse(message: str) -> None:

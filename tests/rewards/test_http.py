@@ -38,6 +38,9 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         score(service.url, api_key_env="JUDGE_KEY")
     assert service.headers[0]["Authorization"] == "Bearer secret"
     assert "secret" not in repr(HttpReward(url="http://a", api_key_env="JUDGE_KEY"))
+    for url in ("ftp://a", "http://", "https://[", "http:///score"):
+        with pytest.raises(DataError, match=r"params\.url=.* must be http:// or https:// and a host"):
+            HttpReward(url=url)
 
 
 def test_a_key_that_is_not_set_is_refused(monkeypatch):

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megappo.config.reward import RewardConfig, RewardTerm, RewardTerms
 from megappo.errors import DataError, RewardError
@@ -113,6 +114,7 @@ RESULTS: list[tuple[Any, str | float]] = [
     (Reward(score=1.0, parts={"x": None}), "wrong_type"),  # type: ignore[dict-item]
     (Reward(score=1.0, parts={"x": float("nan")}), "not_finite"),
     (Reward(score=1.0, parts=None), "wrong_type"),  # type: ignore[arg-type]
+    (Reward(score=1.0, extracted=5), "wrong_type"),  # type: ignore[arg-type]
 ]
 
 
@@ -139,6 +141,12 @@ def test_what_a_reward_may_return(result: Any, expected: str | float) -> None:
         (1.0, "wrong_type"),
         ("ab", "wrong_type"),
         (iter([1.0, 2.0]), "wrong_type"),
+        # A mean over the batch has a length as far as its class is concerned, and a set no order.
+        (np.array(0.5), "wrong_type"),
+        (torch.tensor(0.5), "wrong_type"),
+        ({1.0, 2.0}, "wrong_type"),
+        ({"a": 1.0, "b": 2.0}, "wrong_type"),
+        ([10**400, 1.0], "raised"),
     ],
 )
 def test_a_batch_needs_one_reward_each(result: Any, expected: str) -> None:

@@ -58,6 +58,8 @@ def shown(outcomes: Sequence[Outcome]) -> list[str | float]:
 HARM: dict[str, str] = {
     "raise x": "raised",
     "exit": "raised",
+    "cancel": "raised",
+    "speechless": "raised",
     "nan": "not_finite",
     "none": "none",
     "text": "wrong_type",
@@ -86,6 +88,11 @@ def test_those_that_are_scored_beside_it_do_not_suffer(name: str, concurrency: i
     harm = ["hold", "die 7", "raise x"]
     (found,) = run(settings_of(name, concurrency=concurrency), samples_of("a", *harm, "bb", "ccc"))
     assert shown(found.outcomes) == [1.0, *(HARM[word] for word in harm), 2.0, 3.0]
+
+
+def test_a_reward_of_a_class_that_cannot_travel_is_a_reward_like_any_other() -> None:
+    (found,) = run(settings_of("by_word"), samples_of("odd", "bb"))
+    assert (shown(found.outcomes), found.restarts) == ([1.0, 2.0], 0)
 
 
 def test_coroutines_that_never_end_cost_no_process() -> None:

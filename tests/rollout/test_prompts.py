@@ -4,7 +4,7 @@ import pytest
 
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import RequestError
-from megappo.rollout.engine import GenerateRequest
+from megappo.rollout.engine import FinishReason, GenerateRequest, SampledResponse
 from megappo.rollout.prompts import RequestLimits, check_requests
 
 LIMITS = RequestLimits(vocabulary=64, tokens=20, reason="the model's positions")
@@ -34,6 +34,18 @@ def test_a_prompt_that_cannot_be_served_is_named_by_group_and_row(prompt: list[i
 
 def test_a_prompt_that_just_fits_passes() -> None:
     check([0, *[63] * 7])
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_token_that_a_program_put_behind_the_prompt_is_one_of_the_models(token: int) -> None:
+    begun = [
+        SampledResponse(tokens=tokens, log_probs=[0.0] * len(tokens), finish_reason=FinishReason.abort, versions=[])
+        for tokens in ([], [5, token])
+    ]
+    request = GenerateRequest(group_id=6, prompt_tokens=[3], num_samples=2, row=41, begun=begun)
+    message = rf"group 6 \(data row 41\) is followed by token {token}, and the model has 64 \(check what rollout\.agent"
+    with pytest.raises(RequestError, match=message):
+        check_requests([request], SamplingConfig(max_new_tokens=12), limits=LIMITS, name="engine x 0")
 
 
 def test_a_stop_token_outside_the_vocabulary_is_refused() -> None:

@@ -8,9 +8,13 @@ Invariants (asserted by tests/rollout/agents):
 """
 
 import asyncio
+import math
+import operator
+import pickle
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, SupportsFloat
 
 from megappo.rollout.agents.program import AgentResult, OutOfTokens, ProgramError, Sampled
 from megappo.rollout.engine import FinishReason, ProgramNotes, SampledResponse, Turn
@@ -27,8 +31,9 @@ class Session:
     def __init__(
         self, prompt_tokens: Sequence[int], begun: SampledResponse | None, *, max_new_tokens: int, draw: Draw
     ) -> None:
-        """`begun`: the record of an earlier run, which was interrupted."""
-        self._begun = _NOTHING if begun is None else begun
+        """`begun`: the record of an earlier run, which was interrupted; what the engine sampled without a program is
+        the first turn."""
+        self._begun = _NOTHING if begun is None else replace(begun, turns=begun.calls)
         self._response = self._begun
         self._asked = 0
         """Turns that the program has asked for; the record of an earlier run may hold more."""
@@ -60,12 +65,13 @@ class Session:
     def _added(self, token_ids: Sequence[int]) -> list[int]:
         """Return what the program has put behind the tokens that there were."""
         known = len(self._seen)
-        if list(token_ids[:known]) != self._seen:
+        given = _plain(token_ids)
+        if given[:known] != self._seen:
             raise ProgramError(
                 f"called generate with {len(token_ids)} tokens that do not begin with the {known} so far (hand over "
                 "the prompt and all sampled tokens as they came, and new ones behind them)"
             )
-        return list(token_ids[known:])
+        return given[known:]
 
     async def _answer(self, added: list[int]) -> Sampled:
         turns = self._response.turns or []
@@ -109,7 +115,9 @@ class Session:
 
     def finish(self, result: AgentResult) -> SampledResponse:
         """Return the finished sample, without what the program added and nobody sampled anything after, and without
-        turns of an earlier run that this one has not asked for."""
+        turns of an earlier run that this one has not asked for. Raises ProgramError for a result that is none."""
+        counts = _counts(result)
+        _require_sendable(result.extra)
         response, turns = self._response, (self._response.turns or [])[: self._asked]
         while turns and not turns[-1].sampled:
             turns.pop()
@@ -121,6 +129,32 @@ class Session:
             log_probs=response.log_probs[:length],
             finish_reason=FinishReason.length if reason is FinishReason.abort else reason,
             turns=turns,
-            notes=ProgramNotes(extra=result.extra, counts=result.counts | {"turns": float(len(turns))}),
+            notes=ProgramNotes(extra=result.extra, counts=counts | {"turns": float(len(turns))}),
             seconds=self._seconds(),
         )
+
+
+def _plain(token_ids: Iterable[Any]) -> list[int]:
+    """Return token ids as python integers, numpy's among them. Any: code of a user hands them over."""
+    try:
+        return [operator.index(token) for token in token_ids]
+    except TypeError as error:
+        raise ProgramError(f"called generate with something else than token ids: {error}") from error
+
+
+def _counts(result: Any) -> dict[str, float]:
+    """Return the counts of a result as plain numbers. Any: code of a user returns it."""
+    if not isinstance(result, AgentResult):
+        raise ProgramError(f"returned {type(result).__name__} (return an AgentResult)")
+    for name, value in result.counts.items():
+        if not isinstance(value, SupportsFloat) or not math.isfinite(float(value)):
+            raise ProgramError(f"returned the count {name}={value!r} (counts are finite numbers)")
+    return {name: float(value) for name, value in result.counts.items()}
+
+
+def _require_sendable(extra: dict[str, Any]) -> None:
+    """Raise ProgramError where the reward, in another process, cannot get what a program says of its sample."""
+    try:
+        pickle.dumps(extra)
+    except Exception as error:  # whatever objects of a user raise
+        raise ProgramError(f"returned extra that cannot be sent to the reward: {error} (use plain values)") from error

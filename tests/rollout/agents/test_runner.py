@@ -1,18 +1,23 @@
 """What the engine sampled is what comes back, token by token, whatever programs do and however often they stop."""
 
 import asyncio
+import json
 import random
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megappo.cluster.begun_answers import open_begun, pack_begun
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import EngineError
 from megappo.rollout.agents.program import AgentResult, AgentTask, Generate, OutOfTokens, ProgramError
-from megappo.rollout.engine import FinishReason, GroupOutput, SampledResponse
+from megappo.rollout.engine import FinishReason, GroupOutput, SampledResponse, Turn, VersionSpan
 from tests.fakes.token_engine import TokenEngine
 from tests.rollout.agents.conftest import (
     Script,
@@ -181,6 +186,29 @@ def test_turns_that_a_repeated_run_does_not_ask_for_are_left_out() -> None:
     assert output.responses[0].finish_reason is FinishReason.stop
 
 
+@pytest.mark.parametrize("reason", [FinishReason.abort, FinishReason.stop])
+def test_an_answer_that_was_begun_without_a_program_is_the_first_turn(reason: FinishReason) -> None:
+    async def twice(task: AgentTask, call: Generate) -> AgentResult:
+        first = await call(task.prompt.tokens)
+        await call([*task.prompt.tokens, *first.tokens, 100, 101])
+        return AgentResult(extra={"first": first.tokens})
+
+    spans = [VersionSpan(version=0, tokens=2)]
+    begun = SampledResponse(tokens=[5, 6], log_probs=[-0.5, -0.25], finish_reason=reason, versions=spans)
+    # Beside what a program has begun it is stored as what it was.
+    other = replace(begun, turns=[Turn(observed=1, sampled=1, finish_reason=FinishReason.abort)])
+    opened = open_begun(pack_begun({0: ([0], [begun]), 1: ([1], [other])}))
+    assert opened[0][1][0].mask == [True, True] and opened[1][1][0].mask == [False, True]
+    for response in (begun, opened[0][1][0]):
+        request = replace(request_of(0, [2, 3], num_samples=1), begun=[response])
+        (output,) = asyncio.run(generate(make_runner(TokenEngine(end_share=1.0), twice), [request], SAMPLING))
+        (found,) = output.responses
+        first = [5, 6] if reason is FinishReason.stop else [5, 6, 1]
+        assert found.notes is not None and found.notes.extra["first"] == first
+        assert found.tokens == [*first, 100, 101, 1]
+        assert found.mask == [True] * len(first) + [False, False, True]
+
+
 def test_an_engine_that_works_batch_by_batch_gets_the_calls_of_all_programs_at_once() -> None:
     async def two_turns(task: AgentTask, call: Generate) -> AgentResult:
         tokens = [*task.prompt.tokens, *(await call(task.prompt.tokens)).tokens]
@@ -231,12 +259,30 @@ def test_a_program_may_end_a_sample_itself_when_there_is_no_room() -> None:
         assert response.notes is not None and response.notes.extra == {"room": False}
 
 
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    async def asks(task: AgentTask, call: Generate) -> AgentResult:
+        first = await call(task.prompt.tokens)
+        await call(np.array([*task.prompt.tokens, *first.tokens, 100]))  # type: ignore[arg-type]
+        return AgentResult(counts={"x": np.float32(0.5), "y": np.int64(2)})  # type: ignore[dict-item]
+
+    (output,) = asyncio.run(
+        generate(make_runner(TokenEngine(end_share=1.0), asks), [request_of(0, [2], num_samples=1)], SAMPLING)
+    )
+    (response,) = output.responses
+    assert response.tokens == [1, 100, 1] and response.notes is not None
+    assert json.loads(json.dumps([response.tokens, response.notes.counts]))[1] == {"x": 0.5, "y": 2.0, "turns": 2.0}
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ("other_tokens", "called generate with 1 tokens that do not begin with the 2 so far"),
         ("shorter", "called generate with 2 tokens that do not begin with the"),
         ("two_at_once", "called generate while another call of the same sample was under way"),
+        ("text", r"called generate with something else than token ids: 'str' object"),
+        ("no_result", r"returned NoneType \(return an AgentResult\)"),
+        ("no_count", r"returned the count x=nan \(counts are finite numbers\)"),
+        ("no_values", r"returned extra that cannot be sent to the reward: .*lock.* \(use plain values\)"),
         ("raises", r"ValueError: no idea \(its log has the traceback\)"),
     ],
 )
@@ -247,6 +293,14 @@ def test_a_faulty_program_is_named_with_its_data_row(fault: str, message: str, a
             raise ValueError("no idea")
         if fault == "other_tokens":
             await call([9])
+        if fault == "text":
+            await call([*task.prompt.tokens, "a"])  # type: ignore[list-item]
+        if fault == "no_result":
+            return None  # type: ignore[return-value]
+        if fault == "no_values":
+            return AgentResult(extra={"lock": threading.Lock()})
+        if fault == "no_count":
+            return AgentResult(counts={"x": float("nan")})
         if fault == "shorter":
             await call(task.prompt.tokens)
             await call(task.prompt.tokens)
