@@ -62,7 +62,7 @@ def test_a_run_that_resumes_keeps_the_lines_up_to_its_checkpoint_as_they_were(tm
 def test_a_damaged_line_in_the_middle_is_not_silently_dropped(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line + b'\n{"step": 2}\n')
-    with pytest.raises(MegappoError, match=r"metrics.jsonl line 1 holds no metrics: .* \(remove the line"):
+    with pytest.raises(MegappoError, match=r"metrics.jsonl line 1 holds no metrics: .* \(remove it, or the file"):
         keep_lines(path, last_step=2)
 
 
