@@ -42,6 +42,7 @@ def assert_same_step(step: dict[str, float], expected: dict[str, float]) -> None
         assert step[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_two_data_parallel_ranks_give_the_numbers_of_two_tensor_parallel_ranks(
     launch: Launch, tensor_step: dict[str, float]
 ) -> None:

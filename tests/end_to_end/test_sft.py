@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megappo.observability.metric_catalogue import MEASURED
@@ -32,6 +33,7 @@ def test_the_loss_falls_and_the_result_is_a_hugging_face_folder_wherever_the_run
     assert tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) == "abc>"
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_gives_bitwise_the_same_metrics_and_weights(
     launch: Launch, sft_run: Run, workspace: Path
 ) -> None:
