@@ -5,6 +5,7 @@ Shapes: N packed tokens, B sequences. Invariants (asserted by tests/batch/test_f
 2. `offsets` starts at 0, never falls and ends at N; every per-token field has N rows, every per-sequence field B.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields
 from enum import Enum
@@ -129,6 +130,14 @@ def concat(batches: Sequence[Packed]) -> Packed:
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return offsets [B+1] int64 of sequences with the given lengths [B]."""
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
+
+
+def fingerprint_of(*arrays: np.ndarray) -> str:
+    """Return a digest of the bytes of arrays, in order."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def empty(batch_type: type[Packed]) -> Packed:

@@ -7,7 +7,7 @@ that makes one of it.
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoint.names import step_of
@@ -21,12 +21,12 @@ from megappo.cli.evaluation_report import (
     table_rows,
     write_generations,
 )
-from megappo.cli.rewards import rewards_can_be_made, settle_rewards
-from megappo.cli.run_data import make_validation, settle_data
+from megappo.cli.rewards import rewards_can_be_made
+from megappo.cli.run_data import make_validation
+from megappo.cli.run_record import make_trackers
+from megappo.cli.settled import settled_for_workers
 from megappo.cli.signals import StopSignals
-from megappo.cli.train import make_trackers
 from megappo.cluster.session import Session
-from megappo.config.cluster import DeviceKind
 from megappo.config.rules import check_evaluation, check_evaluation_device, check_evaluation_files
 from megappo.config.run import RunConfig
 from megappo.config.store import load_run_config, resolved_yaml
@@ -137,16 +137,12 @@ def _refuse_checkpoint(path: Path) -> None:
 
 
 def _settle(config: RunConfig, backend: Backend) -> RunConfig:
-    """Return the configuration with the device that `auto` stands for, and with absolute paths for the workers.
+    """Return the configuration as its workers get it.
 
     Raises:
         ConfigError: the device breaks a rule that `auto` left open.
     """
-    settled = replace(
-        settle_data(settle_rewards(config)),
-        cluster=replace(config.cluster, device=DeviceKind(backend.kind)),
-        model=replace(config.model, path=str(Path(config.model.path).resolve())),
-    )
+    settled = settled_for_workers(config, backend)
     if violations := check_evaluation_device(settled):
         raise ConfigError(violations)
     return settled

@@ -1,7 +1,6 @@
 """Watches the loop of `megappo train`: console, trackers, rollout log, reward history."""
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from megappo.checkpoint.names import step_name
 from megappo.cli.evaluation_report import line_of, print_tables, table_rows, write_generations
+from megappo.cli.run_record import RunRecord
 from megappo.config.run import RunConfig
 from megappo.config.validation import metric_prefix
 from megappo.config.validation_rules import validation_sets_of
@@ -17,61 +17,36 @@ from megappo.controller.evaluate import Evaluation
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.step import StepResult
 from megappo.observability.console import RunConsole
-from megappo.observability.logging import get_logger
 from megappo.observability.metrics import values
 from megappo.observability.plot import Curve, plot_reward_curve
-from megappo.observability.run_directory import RunDirectory, must_be_written, write_summary
-from megappo.observability.tracker import Tracker, keep_lines
-
-logger = get_logger(__name__)
+from megappo.observability.run_directory import RunDirectory, must_be_written
+from megappo.observability.tracker import Tracker
 
 _WINDOW = 10
 """Steps averaged at both ends of a run for the summary."""
 _DIFFERENCE = "actor/rollout_log_prob_diff/max"
-_TRACKER_STATUS = {"completed": "finished", "interrupted": "interrupted"}
-"""How a run ended -> how trackers call it; anything else is a failure."""
 
 
-class RunObserver:
+class RunObserver(RunRecord):
     """Port `LoopObserver`: tells people and trackers what the loop does, and writes the summary at the end."""
 
     def __init__(
         self, config: RunConfig, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[Tracker]
     ) -> None:
+        super().__init__(directory, console=console, trackers=trackers)
         self._config = config
-        self._directory = directory
-        self._console = console
-        self._trackers = trackers
-        self._start = time.monotonic()
         self._rewards: list[tuple[int, float]] = []
         self._validations: dict[str, list[tuple[int, float]]] = {name: [] for name in validation_sets_of(config)}
         """Mean reward by set."""
         self._first_difference: float | None = None
         self._weight_version: int | None = None
-        self.checkpoint: Path | None = None
-        """The newest one."""
-        self.last_step = 0
-
-    def on_phase(self, text: str) -> None:
-        """Something that takes time begins."""
-        self._console.phase(text)
-
-    def on_problem(self, text: str) -> None:
-        """Tell of what does not end the run."""
-        logger.warning("%s", text)
-        self._console.note(text)
 
     def on_start(self, step: int, checkpoint: Path | None) -> bool:
         """Go on with the record of a resumed run: what it holds of steps after its checkpoint is dropped, what is
         before counts. A run that begins with another run's checkpoint has a record of its own."""
-        self.last_step = step
-        self.checkpoint = checkpoint
-        if checkpoint is None or not self._directory.holds(checkpoint):
+        if (lines := self._continue(step, checkpoint)) is None:
             return True
-        lines = keep_lines(self._directory.metrics, last_step=step)
         self._directory.drop_steps_after(step)
-        for tracker in self._trackers:
-            tracker.continue_run(lines)
         for number, numbers in lines:
             self._remember(number, numbers)
         return bool(lines) and lines[-1][0] == step
@@ -119,11 +94,6 @@ class RunObserver:
             for tracker in self._trackers:
                 tracker.table(f"generations/{step_name(step)}", table_rows(evaluation))
 
-    def on_checkpoint(self, folder: Path) -> None:
-        """Remember the newest checkpoint."""
-        self.checkpoint = folder
-        self._console.note(f"saved {folder}")
-
     def _write_rollouts(self, step: int, rollouts: ScoredRollouts) -> None:
         """Append the texts of the first few sequences to rollouts/step_000001.jsonl."""
         shown = [
@@ -142,16 +112,14 @@ class RunObserver:
     @property
     def saved(self) -> str:
         """What is on disk, in words."""
-        metrics = f"metrics of {len(self._rewards)} steps in {self._directory.metrics}"
-        saved = f"checkpoint {self.checkpoint}" if self.checkpoint else "no checkpoint (trainer.save_freq)"
-        return f"{metrics}; {saved}"
+        return self._saved(len(self._rewards), "trainer.save_freq")
 
     def finish(self, exit_reason: str) -> dict[str, object]:
         """Write summary.json and the reward curve, close the trackers; returns the summary."""
         rewards = [reward for _, reward in self._rewards]
         summary: dict[str, object] = {
             "steps": self.last_step,
-            "wall_s": round(time.monotonic() - self._start, 1),
+            "wall_s": self._wall_s,
             "reward_first_10": float(np.mean(rewards[:_WINDOW])) if rewards else None,
             "reward_last_10": float(np.mean(rewards[-_WINDOW:])) if rewards else None,
             "val_reward_first": self._validation_reward(0),
@@ -167,12 +135,8 @@ class RunObserver:
                 training=_curve(self._rewards),
                 validation={name or "validation": _curve(points) for name, points in self._validations.items()},
             )
-        write_summary(self._directory, summary)
-        for tracker in self._trackers:
-            for path in (self._directory.config, self._directory.curve, self._directory.summary):
-                if path.exists():
-                    tracker.artifact(path)
-            tracker.close(_TRACKER_STATUS.get(exit_reason, "failed"))
+        files = (self._directory.config, self._directory.curve, self._directory.summary)
+        self._close(summary, exit_reason, files)
         return summary
 
     def _validation_reward(self, position: int) -> float | dict[str, float] | None:

@@ -3,7 +3,6 @@ and telling what became of it. `cli.sft` is an example of its use.
 """
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +13,8 @@ import yaml
 from megappo.checkpoint.differences import read_config
 from megappo.checkpoint.health import Found
 from megappo.cli.resume import earlier_checkpoint, open_run
-from megappo.cli.signals import GO_ON, SIGTERM, StopSignals
-from megappo.cli.train import make_trackers
+from megappo.cli.run_record import RunRecord, end_early, make_trackers, run_to_end, say_where
+from megappo.cli.signals import StopSignals
 from megappo.config.run import RunConfig
 from megappo.config.store import resolved_yaml
 from megappo.config.supervised import SupervisedConfig
@@ -24,26 +23,20 @@ from megappo.controller.epochs import EpochBatches
 from megappo.controller.loop import make_time_limit
 from megappo.controller.stopping import StopRequest, TimeLimit
 from megappo.controller.supervised_loop import SupervisedLoop, SupervisedTask, read_state
-from megappo.errors import INTERRUPTED, MegappoError
 from megappo.observability.console import RunConsole
-from megappo.observability.logging import get_logger, log_to_file
+from megappo.observability.logging import log_to_file
 from megappo.observability.metrics import Metrics, values
-from megappo.observability.mlflow_tracker import open_command, store_uri
-from megappo.observability.run_directory import RunDirectory, write_atomically, write_summary
-from megappo.observability.tracker import Tracker, keep_lines
+from megappo.observability.run_directory import RunDirectory, write_atomically
+from megappo.observability.tracker import Tracker
 from megappo.observability.versions import package_versions
-
-logger = get_logger(__name__)
 
 _LINE_EVERY = 20
 """Steps between two lines off a terminal."""
 _ENDS = ("epochs", "max_steps", "stop_loss")
 """Keys that say when a run is done."""
-_TRACKER_STATUS = {"completed": "finished", "interrupted": "interrupted"}
-"""How a run ended -> how trackers call it; anything else is a failure."""
 
 
-class SupervisedRunObserver:
+class SupervisedRunObserver(RunRecord):
     """Port `SupervisedObserver`: tells people and trackers what the loop does, and writes the summary at the end.
 
     Args:
@@ -53,38 +46,16 @@ class SupervisedRunObserver:
     def __init__(
         self, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[Tracker], names: tuple[str, str]
     ) -> None:
-        self._directory = directory
-        self._console = console
-        self._trackers = trackers
+        super().__init__(directory, console=console, trackers=trackers)
         self._loss, self._held_out = names
-        self._start = time.monotonic()
         self._losses: list[float] = []
         self._held_out_losses: list[float] = []
         self._running_loss: float | None = None
-        self.checkpoint: Path | None = None
-        """The newest one."""
-        self.last_step = 0
-
-    def on_phase(self, text: str) -> None:
-        """Something that takes time begins."""
-        self._console.phase(text)
-
-    def on_problem(self, text: str) -> None:
-        """Tell of what does not end the run."""
-        logger.warning("%s", text)
-        self._console.note(text)
 
     def on_start(self, step: int, checkpoint: Path | None) -> None:
         """Go on with the record of a resumed run: what it holds of steps after its checkpoint is dropped. A run that
         begins with another run's checkpoint has a record of its own."""
-        self.last_step = step
-        self.checkpoint = checkpoint
-        if checkpoint is None or not self._directory.holds(checkpoint):
-            return
-        lines = keep_lines(self._directory.metrics, last_step=step)
-        for tracker in self._trackers:
-            tracker.continue_run(lines)
-        for _, numbers in lines:
+        for _, numbers in self._continue(step, checkpoint) or []:
             self._remember(numbers)
 
     def on_step(self, step: int, total_steps: int, metrics: Metrics, running_loss: float | None) -> None:
@@ -105,23 +76,17 @@ class SupervisedRunObserver:
         self._losses += [numbers[self._loss]] if self._loss in numbers else []
         self._held_out_losses += [numbers[self._held_out]] if self._held_out in numbers else []
 
-    def on_checkpoint(self, folder: Path) -> None:
-        """Remember the newest checkpoint."""
-        self.checkpoint = folder
-        self._console.note(f"saved {folder}")
-
     @property
     def saved(self) -> str:
         """What is on disk, in words."""
-        saved = f"checkpoint {self.checkpoint}" if self.checkpoint else "no checkpoint (save_freq)"
-        return f"metrics of {len(self._losses)} steps in {self._directory.metrics}; {saved}"
+        return self._saved(len(self._losses), "save_freq")
 
     def finish(self, exit_reason: str) -> dict[str, object]:
         """Write summary.json, close the trackers; returns the summary."""
         held_out = self._held_out_losses
         summary: dict[str, object] = {
             "steps": self.last_step,
-            "wall_s": round(time.monotonic() - self._start, 1),
+            "wall_s": self._wall_s,
             "loss_first": self._losses[0] if self._losses else None,
             "loss_last": self._losses[-1] if self._losses else None,
             "loss_running_mean": self._running_loss,
@@ -129,12 +94,7 @@ class SupervisedRunObserver:
             "held_out_loss_last": held_out[-1] if held_out else None,
             "exit": exit_reason,
         }
-        write_summary(self._directory, summary)
-        for tracker in self._trackers:
-            for path in (self._directory.config, self._directory.summary):
-                if path.exists():
-                    tracker.artifact(path)
-            tracker.close(_TRACKER_STATUS.get(exit_reason, "failed"))
+        self._close(summary, exit_reason, (self._directory.config, self._directory.summary))
         return summary
 
 
@@ -250,19 +210,14 @@ def _finish(
     run: SupervisedRun, work: Callable[[SupervisedRun], bool], next_steps: Callable[[Path], Sequence[str]]
 ) -> int:
     """Do the work, and close the run however it ends."""
-    observer, console = run.observer, run.console
-    exit_reason, code = "failed", 1
-    try:
-        exit_reason, code = _work(run, work)
-    except KeyboardInterrupt as interrupt:
-        exit_reason, code = "interrupted", _ended_early(run.signals.asked_by_scheduler, observer)
-        because = f" ({interrupt})" if str(interrupt) else ""
-        console.note(f"interrupted after step {observer.last_step}{because}; {observer.saved}")
-    except MegappoError as error:
-        exit_reason, code = f"failed: {type(error).__name__}", error.exit_code
-        console.note(f"{error}\nended after step {observer.last_step}; {observer.saved}")
-    finally:
-        _report(run, observer.finish(exit_reason))
+    console = run.console
+    exit_reason, code = run_to_end(
+        partial(_work, run, work),
+        observer=run.observer,
+        console=console,
+        signals=run.signals,
+        report=partial(_report, run),
+    )
     console.lines("Next", list(next_steps(_shown_path(run))) if exit_reason == "completed" else _after_failure(run))
     return code
 
@@ -276,13 +231,7 @@ def _work(run: SupervisedRun, work: Callable[[SupervisedRun], bool]) -> tuple[st
         return "completed", 0
     if work(run):
         return "completed", 0
-    run.console.note(f"ended early ({run.stop.reason}) after step {run.observer.last_step}; {run.observer.saved}")
-    return "interrupted", _ended_early(run.stop.reason != SIGTERM, run.observer)
-
-
-def _ended_early(can_be_started_again: bool, observer: SupervisedRunObserver) -> int:
-    """Return the exit code of a run that ended before its last step; see `cli.signals`."""
-    return GO_ON if can_be_started_again and observer.checkpoint is not None else INTERRUPTED
+    return end_early(run.stop, run.observer, run.console)
 
 
 def _shown_path(run: SupervisedRun) -> Path:
@@ -297,11 +246,8 @@ def _report(run: SupervisedRun, summary: dict[str, object]) -> None:
         if value is not None
     ]
     run.console.table(f"{run.section}: {run.directory.path}", rows)
-    places = [f"{'metrics':<13}{run.directory.metrics}", f"{'logs':<13}{run.directory.logs}"]
-    if run.config.tracking.mlflow:
-        uri = store_uri(run.config.tracking.mlflow_uri, run.directory.database)
-        places.append(f"{'in MLflow':<13}{open_command(uri)}")
-    run.console.lines("Look at", places)
+    files = {"metrics": run.directory.metrics, "logs": run.directory.logs}
+    say_where(run.console, run.directory, files, run.config.tracking)
 
 
 def _after_failure(run: SupervisedRun) -> list[str]:

@@ -12,14 +12,14 @@ from megappo.algo.kl import KLCoefficient
 from megappo.balance.workload import workload_of_model
 from megappo.checkpoint.health import Found
 from megappo.cli.resume import earlier_checkpoint, is_finished, open_run
-from megappo.cli.rewards import settle_rewards
-from megappo.cli.run_data import RunData, make_data, settle_data
+from megappo.cli.run_data import RunData, make_data
 from megappo.cli.run_observer import RunObserver
-from megappo.cli.signals import GO_ON, SIGTERM, StopSignals
+from megappo.cli.run_record import end_early, make_trackers, run_to_end, say_where
+from megappo.cli.settled import settled_for_workers
+from megappo.cli.signals import StopSignals
 from megappo.cluster.groups import ActorGroup, CriticGroup
 from megappo.cluster.session import Session
 from megappo.config.checkpoint_rules import makes_checkpoints
-from megappo.config.cluster import DeviceKind
 from megappo.config.layout_rules import roles
 from megappo.config.rules import check_device, start_up_notes
 from megappo.config.run import RunConfig
@@ -33,13 +33,11 @@ from megappo.controller.throughput import ModelThroughput, StepThroughput, make_
 from megappo.data.tokenizer import decode_response
 from megappo.data.types import Prompt
 from megappo.device.backend import Backend, resolve_backend
-from megappo.errors import INTERRUPTED, ConfigError, MegappoError
+from megappo.errors import ConfigError
 from megappo.models.architecture import read_config
 from megappo.observability.console import AnswerRow, RunConsole
 from megappo.observability.logging import log_to_file
-from megappo.observability.mlflow_tracker import MlflowTracker, open_command, store_uri
 from megappo.observability.run_directory import RunDirectory, write_atomically
-from megappo.observability.tracker import BackgroundTracker, JsonlTracker, Tracker
 from megappo.observability.versions import package_versions
 from megappo.rewards.types import Sample
 
@@ -97,49 +95,26 @@ def train(config: RunConfig) -> int:
             stop=stop,
             time_limit=time_limit,
         )
-        exit_reason, code = "failed", 1
-        try:
-            exit_reason, code = _run(run, console, observer, signals)
-        except KeyboardInterrupt as interrupt:
-            exit_reason, code = "interrupted", ended_early(signals.asked_by_scheduler, observer)
-            console.note(f"interrupted after step {observer.last_step}{_because(interrupt)}; {observer.saved}")
-        except MegappoError as error:
-            exit_reason, code = f"failed: {type(error).__name__}", error.exit_code
-            console.note(f"{error}\nended after step {observer.last_step}; {observer.saved}")
-        finally:
-            report(config, directory, console, observer.finish(exit_reason))
+        _, code = run_to_end(
+            partial(_run, run, console, observer, signals),
+            observer=observer,
+            console=console,
+            signals=signals,
+            report=partial(report, config, directory, console),
+        )
     return code
 
 
-def _because(interrupt: KeyboardInterrupt) -> str:
-    return f" ({interrupt})" if str(interrupt) else ""
-
-
-def ended_early(can_be_started_again: bool, observer: RunObserver) -> int:
-    """Return the exit code of a run that ended before its last step; see `cli.signals`."""
-    return GO_ON if can_be_started_again and observer.checkpoint is not None else INTERRUPTED
-
-
 def settle(config: RunConfig, backend: Backend) -> RunConfig:
-    """Return the configuration with the device that `auto` stands for and with absolute paths: workers of a running
-    cluster have another working directory.
+    """Return the configuration as its workers get it.
 
     Raises:
         ConfigError: the device breaks a rule that `auto` left open.
     """
-    settled = replace(
-        settle_data(settle_rewards(config)),
-        cluster=replace(config.cluster, device=DeviceKind(backend.kind)),
-        model=replace(config.model, path=str(Path(config.model.path).resolve())),
-        critic=replace(config.critic, path=_absolute(config.critic.path)),
-    )
+    settled = settled_for_workers(config, backend)
     if violations := check_device(settled):
         raise ConfigError(violations)
     return settled
-
-
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).resolve())
 
 
 def _run(run: _Plan, console: RunConsole, observer: RunObserver, signals: StopSignals) -> tuple[str, int]:
@@ -152,8 +127,7 @@ def _run(run: _Plan, console: RunConsole, observer: RunObserver, signals: StopSi
         return "completed", 0
     if _train(run, console, observer, signals):
         return "completed", 0
-    console.note(f"ended early ({run.stop.reason}) after step {observer.last_step}; {observer.saved}")
-    return "interrupted", ended_early(run.stop.reason != SIGTERM, observer)
+    return end_early(run.stop, observer, console)
 
 
 def _train(run: _Plan, console: RunConsole, observer: RunObserver, signals: StopSignals) -> bool:
@@ -229,27 +203,6 @@ def _throughput(config: RunConfig, session: Session, policy: Mapping[str, Any]) 
     )
 
 
-def make_trackers(config: RunConfig, directory: RunDirectory, console: RunConsole) -> list[Tracker]:
-    """Return metrics.jsonl and, if configured, MLflow in a thread of its own."""
-    trackers: list[Tracker] = [JsonlTracker(directory.metrics)]
-    if config.tracking.mlflow:
-        uri = store_uri(config.tracking.mlflow_uri, directory.database)
-        trackers.append(
-            BackgroundTracker(
-                lambda: MlflowTracker(
-                    uri=uri,
-                    experiment=config.tracking.experiment,
-                    run_name=config.run.name,
-                    artifacts=directory.path / "mlflow",
-                    id_file=directory.mlflow_run,
-                ),
-                name="MLflow",
-                warn=console.note,
-            )
-        )
-    return trackers
-
-
 def answers(parts: Components, prompts: Sequence[Prompt]) -> list[tuple[Sample, float] | None]:
     """Answer a few validation prompts; returns the first answer to each with its score, None where its reward
     failed."""
@@ -281,11 +234,8 @@ def report(config: RunConfig, directory: RunDirectory, console: RunConsole, summ
     """Print the summary, where things are, and what to do next."""
     console.table(f"Run {config.run.name}", [(name, _shown(value)) for name, value in summary.items()])
     files = {"metrics": directory.metrics, "reward curve": directory.curve, "logs": directory.logs}
-    places = [f"{name:<13}{path}" for name, path in files.items() if path.exists()]
-    if config.tracking.mlflow:
-        uri = store_uri(config.tracking.mlflow_uri, directory.database)
-        places.append(f"{'in MLflow':<13}{open_command(uri)}")
-    console.lines("Look at", places)
+    there = {name: path for name, path in files.items() if path.exists()}
+    say_where(console, directory, there, config.tracking)
     console.lines("Next", next_steps(config, directory, completed=summary["exit"] == "completed"))
 
 

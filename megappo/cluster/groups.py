@@ -109,28 +109,35 @@ class TrainingGroup:
         mine = self.per_data_rank(shards, data_rank)
         return BatchCall(shards=[ShardCall(sequence_ids=s.sequence_ids, pieces=list(s.pieces)) for s in mine])
 
+    def run_by_data_rank(self, method: str, *arguments: Sequence[Any], **kwargs: Any) -> list[Any]:
+        """Run one method on all ranks and wait; returns what the output rank of each data-parallel rank answers.
+
+        Args:
+            arguments: of every argument one entry per data-parallel rank.
+
+        Raises:
+            WorkerError: a rank failed, died or did not answer in time.
+        """
+        calls = []
+        for rank in range(len(self.workers)):
+            data_rank = self.data_rank(rank)
+            calls.append(self.call(rank, method, *(argument[data_rank] for argument in arguments), **kwargs))
+        results = gather(calls, phase=method, timeout_s=self._timeout_s)
+        return [results[self.output_rank(data_rank)] for data_rank in range(self.layout.data)]
+
     def run_pass(
         self, method: str, shards: Sequence[Shard], plan: Plan, **kwargs: Any
     ) -> tuple[list[Ref[TokenField]], Metrics]:
         """Run a forward pass on all ranks; returns one reference per shard and the merged metrics."""
         batch_calls = [self.batch_call(shards, data_rank) for data_rank in range(self.layout.data)]
-        calls = []
-        for rank in range(len(self.workers)):
-            data_rank = self.data_rank(rank)
-            calls.append(self.call(rank, method, batch_calls[data_rank], plan[data_rank], **kwargs))
-        results = gather(calls, phase=method, timeout_s=self._timeout_s)
-        outputs = [results[self.output_rank(data_rank)] for data_rank in range(self.layout.data)]
+        outputs = self.run_by_data_rank(method, batch_calls, plan, **kwargs)
         return [ref for refs, _ in outputs for ref in refs], merge(metrics for _, metrics in outputs)
 
     def update(self, experience: Sequence[Ref[Experience]], requests: Sequence[UpdateRequest]) -> Metrics:
         """Run the update phase; metrics of all output ranks merged."""
         self.num_updates += 1
-        calls = []
-        for rank in range(len(self.workers)):
-            data_rank = self.data_rank(rank)
-            calls.append(self.call(rank, "update", self.per_data_rank(experience, data_rank), requests[data_rank]))
-        results = gather(calls, phase="update", timeout_s=self._timeout_s)
-        return merge(results[self.output_rank(data_rank)] for data_rank in range(self.layout.data))
+        batches = [self.per_data_rank(experience, data_rank) for data_rank in range(self.layout.data)]
+        return merge(self.run_by_data_rank("update", batches, requests))
 
     def offload(self, *, keep_params: bool = False) -> None:
         """Move what the role's `offload` section names out of device memory; no call is made when it names nothing."""

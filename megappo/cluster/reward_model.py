@@ -11,7 +11,6 @@ from megappo.batch.requests import UpdateRequest
 from megappo.batch.stages import PreferenceBatch, TextBatch
 from megappo.cluster.groups import TrainingGroup
 from megappo.cluster.placement import Slot
-from megappo.cluster.runtime import gather
 from megappo.cluster.workers import ModelWorker, TrainingWorker
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Plan
@@ -89,12 +88,7 @@ class RewardModelGroup(TrainingGroup):
         Raises:
             WorkerError: a rank failed, died or did not answer in time.
         """
-        calls = []
-        for rank in range(len(self.workers)):
-            data_rank = self.data_rank(rank)
-            calls.append(self.call(rank, "compute_scores", batches[data_rank], plan[data_rank]))
-        results = gather(calls, phase="compute_scores", timeout_s=self._timeout_s)
-        return [results[self.output_rank(data_rank)] for data_rank in range(self.layout.data)]
+        return self.run_by_data_rank("compute_scores", batches, plan)
 
 
 class RewardModelTrainingGroup(RewardModelGroup):
@@ -106,12 +100,7 @@ class RewardModelTrainingGroup(RewardModelGroup):
     def update(self, batches: Sequence[Ref[PreferenceBatch]], requests: Sequence[UpdateRequest]) -> Metrics:
         """Take the optimizer steps of the requests; metrics of all output ranks merged."""
         self.num_updates += 1
-        calls = []
-        for rank in range(len(self.workers)):
-            data_rank = self.data_rank(rank)
-            calls.append(self.call(rank, "update", batches[data_rank], requests[data_rank]))
-        results = gather(calls, phase="update", timeout_s=self._timeout_s)
-        return merge(results[self.output_rank(data_rank)] for data_rank in range(self.layout.data))
+        return merge(self.run_by_data_rank("update", batches, requests))
 
     def save_scorer(self, folder: str, *, pad_token_id: int) -> None:
         """Write the model as a Hugging Face folder of a sequence-classification model that says which token is padding:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megappo.data.sampler import check_same, epoch_order
 from megappo.errors import DataError
 
 
@@ -87,12 +88,8 @@ class EpochBatches:
 
     def check(self, state: Mapping[str, Any]) -> None:  # Any: as in `state`
         """Raise DataError when `state` is of other batches: a step's number would not be a place in these."""
-        for key, value in self.state().items():
-            if state.get(key) != value:
-                raise DataError(
-                    f"data: the checkpoint was made with {key}={state.get(key)}, this run has {key}={value} (use the "
-                    "same data, seed and batches, or start a new run from the checkpoint's weights)"
-                )
+        own = self.state()
+        check_same(state, own, own, same="data, seed and batches")
 
     def _epoch_of(self, step: int) -> int:
         while not self._ends or self._ends[-1] < step:
@@ -105,14 +102,9 @@ class EpochBatches:
 
     def _batches(self, epoch: int) -> list[np.ndarray]:
         if epoch not in self._cuts:
-            order = self._order(epoch)
+            order = epoch_order(len(self.lengths), epoch, seed=self.seed, shuffle=self.shuffle)
             self._cuts = {epoch: np.split(order, level_cuts(self._sizes[order], self._limit)[1:-1])}
         return self._cuts[epoch]
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.lengths))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))
 
     @cached_property
     def _sizes(self) -> np.ndarray:

@@ -11,7 +11,6 @@ Rules (asserted by tests/data/test_preferences.py):
 3. Both texts of a pair are left out together, for one reason.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megappo.batch.fields import offsets_of
+from megappo.batch.fields import fingerprint_of, offsets_of
 from megappo.batch.stages import PreferenceBatch, TextBatch
 from megappo.config.data import SourceConfig
 from megappo.data.chat import encode, render
@@ -68,10 +67,7 @@ class PreferenceSet:
     @property
     def fingerprint(self) -> str:
         """Digest of texts and margins, in order."""
-        digest = hashlib.sha256()
-        for array in (self.pairs.offsets, self.pairs.tokens, self.pairs.margins):
-            digest.update(array.tobytes())
-        return digest.hexdigest()[:16]
+        return fingerprint_of(self.pairs.offsets, self.pairs.tokens, self.pairs.margins)
 
 
 def load_preferences(

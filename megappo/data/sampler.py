@@ -9,7 +9,7 @@ Invariants (asserted by tests/data/test_sampler.py):
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -165,14 +165,9 @@ class PromptSampler:
         """Return the next draws of the running epoch, [at most `most`] int64."""
         epoch, position = divmod(self._drawn, len(self._prompts))
         if self._order is None or epoch != self._order[0]:
-            self._order = (epoch, self._order_of(epoch))
+            order = epoch_order(len(self._prompts), epoch, seed=self._seed, shuffle=self._shuffle)
+            self._order = (epoch, order)
         return self._order[1][position : position + most]
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """Return the order of one epoch, [prompts] int64."""
-        if not self._shuffle:
-            return np.arange(len(self._prompts))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
 
 
 class _Rounds:
@@ -236,13 +231,20 @@ class _Rounds:
         self._curriculum.load_state_dict(dict(state["now"]))
 
 
-def check_same(stored: Mapping[str, Any], own: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise DataError when a stored state differs in one of some keys."""
+def epoch_order(count: int, epoch: int, *, seed: int, shuffle: bool) -> np.ndarray:
+    """Return the order of `count` rows in one epoch, [count] int64; it depends on the arguments only."""
+    return np.random.default_rng([seed, epoch]).permutation(count) if shuffle else np.arange(count)
+
+
+def check_same(
+    stored: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str], *, same: str = "data and seed"
+) -> None:
+    """Raise DataError when a stored state differs in one of some keys; `same` says what they depend on."""
     for key in keys:
         if stored.get(key) != own[key]:
             raise DataError(
                 f"data: the checkpoint was made with {key}={stored.get(key)}, this run has {key}={own[key]} (use the "
-                "same data and seed, or start a new run from the checkpoint's weights)"
+                f"same {same}, or start a new run from the checkpoint's weights)"
             )
 
 

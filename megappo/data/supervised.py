@@ -5,7 +5,6 @@ answer column. Of the first kind the answer and the end token are trained on, of
 (`megappo.data.conversation`).
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megappo.batch.fields import offsets_of
+from megappo.batch.fields import fingerprint_of, offsets_of
 from megappo.batch.stages import RolloutBatch
 from megappo.config.data import BadRow, SourceConfig
 from megappo.config.supervised import OverLong, TrainOn
@@ -41,10 +40,7 @@ class SupervisedRows:
     @property
     def fingerprint(self) -> str:
         """Digest of tokens and mask, in order."""
-        digest = hashlib.sha256()
-        for array in (self.batch.offsets, self.batch.tokens, self.batch.response_mask):
-            digest.update(array.tobytes())
-        return digest.hexdigest()[:16]
+        return fingerprint_of(self.batch.offsets, self.batch.tokens, self.batch.response_mask)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from megappo.config.reward import RewardTerm, RewardTerms, terms_of
 from megappo.errors import DataError, MegappoError, Violation
 from megappo.registry import Registry
 from megappo.rewards.calling import Term
+from megappo.rewards.checks import check_switch
 from megappo.rewards.code import CodeReward
 from megappo.rewards.composed import ComposedReward
 from megappo.rewards.exact_match import ExactMatch
@@ -113,8 +114,7 @@ _REMEDY = "docs/rewards.md lists the rewards and their params"
 
 def _make_term(name: str, config: RewardTerm) -> Term:
     require_stop = config.params.get(REQUIRE_STOP, False)
-    if not isinstance(require_stop, bool):
-        raise DataError(f"reward {config.name}: params.{REQUIRE_STOP}={require_stop!r} must be true or false")
+    check_switch(config.name, REQUIRE_STOP, require_stop)
     own = replace(config, params={key: value for key, value in config.params.items() if key != REQUIRE_STOP})
     entry = REWARDS.get(config.name)
     reward = make_outside(config.name, entry, own.params) if ":" in config.name else entry(own)

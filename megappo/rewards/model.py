@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.errors import DataError
+from megappo.rewards.checks import check_count, check_switch
 from megappo.rewards.types import Reward, Sample
 
 
@@ -34,10 +35,8 @@ class ModelReward:
 
         if self.path is None or not Path(self.path).is_dir():
             raise DataError(f"reward model: reward.model_path={self.path} is not a folder (give a Hugging Face model)")
-        if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
-            raise DataError(f"reward model: params.batch_size={self.batch_size!r} must be a whole number, 1 or more")
-        if not isinstance(self.end_token, bool):
-            raise DataError(f"reward model: params.end_token={self.end_token!r} must be true or false")
+        check_count("model", "batch_size", self.batch_size, least=1)
+        check_switch("model", "end_token", self.end_token)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
             self._model = AutoModelForSequenceClassification.from_pretrained(self.path, local_files_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megappo.errors import DataError
+from megappo.rewards.checks import check_switch
 from megappo.rewards.types import Reward, Sample
 
 CORRECT = 0.999
@@ -30,8 +31,7 @@ class ReasoningGym:
     def __post_init__(self) -> None:
         import reasoning_gym as library
 
-        if not isinstance(self.binary, bool):
-            raise DataError(f"reward reasoning_gym: params.binary={self.binary!r} must be true or false")
+        check_switch("reasoning_gym", "binary", self.binary)
         try:
             self._scorer = library.create_dataset(self.task, size=1, seed=0, **self.params).score_answer
         except (AssertionError, TypeError, ValueError) as error:

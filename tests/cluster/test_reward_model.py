@@ -19,11 +19,11 @@ from megappo.config.model import ModelConfig
 from megappo.config.reward import FailedReward, RewardConfig, RewardTerm, RewardTerms
 from megappo.config.rm import RewardModelConfig
 from megappo.config.run import RunConfig
-from megappo.controller.ports import FinishedGroup, SequenceInfo
 from megappo.data.tokenizer import character_tokenizer
 from megappo.errors import WorkerError
 from megappo.rewards import Sample
 from megappo.rewards.model import ModelReward
+from tests.cluster.finished_groups import finished_group
 from tests.rewards.tiny_reward_model import make_random_reward_model
 
 pytestmark = pytest.mark.slow
@@ -68,23 +68,6 @@ def service(ray_here: None, tokenizer_folder: Path, tmp_path_factory: pytest.Tem
     made.stop()
 
 
-def group_of(number: int, samples: list[Sample]) -> FinishedGroup:
-    sequences = [
-        SequenceInfo(
-            sequence_id=number * 10 + index,
-            group_id=number,
-            prompt_tokens=1,
-            response_tokens=1,
-            finish_reason=sample.finish_reason,
-            policy_version=0,
-            row=number,
-        )
-        for index, sample in enumerate(samples)
-    ]
-    ref: Any = ray.put(samples)
-    return FinishedGroup(sequences=sequences, samples=ref)
-
-
 def sample_of(response: str, **changes: Any) -> Sample:
     return replace(Sample(prompt="top>", response=response, answer="pot"), **changes)
 
@@ -95,7 +78,7 @@ def test_scores_are_those_of_transformers_and_are_composed_with_other_terms(serv
     expected = [reward.score for reward in ModelReward(path=str(service.model)).score(samples)]
     scoring = service.pool.begin()
     for number in range(6):
-        scoring.submit(group_of(number, samples))
+        scoring.submit(finished_group(number, samples))
     found = scoring.collect()
     for number in range(6):
         rewards = [found.rewards[number * 10 + index] for index in range(len(samples))]
@@ -109,8 +92,8 @@ def test_scores_are_those_of_transformers_and_are_composed_with_other_terms(serv
 
 def test_a_text_that_the_model_cannot_take_fails_alone_and_other_rewards_do_not_ask_it(service: Service) -> None:
     scoring = service.pool.begin()
-    scoring.submit(group_of(1, [sample_of("pot"), sample_of("a" * 64)]))
-    scoring.submit(group_of(2, [sample_of("pot" + "a" * 64, reward="data.train")]))
+    scoring.submit(finished_group(1, [sample_of("pot"), sample_of("a" * 64)]))
+    scoring.submit(finished_group(2, [sample_of("pot" + "a" * 64, reward="data.train")]))
     rewards = scoring.collect().rewards
     assert rewards[10].failure is None
     assert rewards[11].failure == "raised" and math.isnan(rewards[11].score)
@@ -121,6 +104,6 @@ def test_a_dead_rank_ends_the_scoring_whatever_is_done_with_failed_rewards(servi
     """Last: the workers do not come back."""
     ray.kill(service.service.group.workers[1])
     scoring = service.pool.begin()
-    scoring.submit(group_of(1, [sample_of("pot")]))
+    scoring.submit(finished_group(1, [sample_of("pot")]))
     with pytest.raises(WorkerError, match=r"reward_model rank 1 .* failed in compute_scores: its process died"):
         scoring.collect()

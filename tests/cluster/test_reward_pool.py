@@ -10,37 +10,24 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from megappo.cluster.reward_pool import PoolScoring, RewardPool
 from megappo.cluster.runtime import gather
 from megappo.config.reward import FailedReward, RewardConfig, RewardTerms
 from megappo.config.run import RunConfig
-from megappo.controller.ports import FinishedGroup, SequenceInfo
+from megappo.controller.ports import FinishedGroup
 from megappo.errors import DataError, MegappoError, RewardError, WorkerError
 from megappo.observability.metrics import values
 from megappo.rewards import Sample
+from tests.cluster.finished_groups import finished_group
 
 REWARDS = "tests.rewards.port_rewards"
 
 
 def group_of(number: int, *responses: str, reward: str = "") -> FinishedGroup:
-    """A finished group as the engines give it: its texts in Ray's store."""
-    sequences = [
-        SequenceInfo(
-            sequence_id=number * 10 + index,
-            group_id=number,
-            prompt_tokens=1,
-            response_tokens=1,
-            finish_reason="stop",
-            policy_version=0,
-            row=number,
-        )
-        for index in range(len(responses))
-    ]
-    samples = [Sample(prompt="p", response=response, answer=None, reward=reward) for response in responses]
-    ref: Any = ray.put(samples)
-    return FinishedGroup(sequences=sequences, samples=ref)
+    return finished_group(
+        number, [Sample(prompt="p", response=response, answer=None, reward=reward) for response in responses]
+    )
 
 
 class Pool:

@@ -99,11 +99,7 @@ class Subject:
         self, reception: Reception, folder: Path, sources: Sources, wanted: list[HeldTensor], *, transport: str
     ) -> dict[str, str]:
         del transport
-        loads = [
-            load
-            for name, buckets in sources.items()
-            for load in loads_of(name, buckets, [GroupDelivery(group=name)] * len(buckets))
-        ]
+        loads = group_loads(sources)
         self.trainer.start("send", folder=folder, sources=sources, wanted=wanted)
         try:
             self.run(reception.load(loads))
@@ -153,4 +149,13 @@ def loads_of(source: str, buckets: list[BucketMeta], deliveries: list[Delivery])
     return [
         Load(source=source, number=number, of=len(buckets), bucket=bucket, delivery=delivery)
         for number, (bucket, delivery) in enumerate(zip(buckets, deliveries, strict=True), start=1)
+    ]
+
+
+def group_loads(sources: Sources) -> list[Load]:
+    """Return what an engine gets of sources that send over groups of their names."""
+    return [
+        load
+        for name, buckets in sources.items()
+        for load in loads_of(name, buckets, [GroupDelivery(group=name)] * len(buckets))
     ]

@@ -6,8 +6,7 @@ from megappo.config.rollout import SamplingConfig
 from megappo.rollout.engine import GroupOutput
 from megappo.rollout.held_generation import HeldGeneration
 from megappo.weight_sync.receive import Reception
-from megappo.weights.delivery import GroupDelivery
-from tests.rollout.subject import TIMEOUT_S, Subject, loads_of
+from tests.rollout.subject import TIMEOUT_S, Subject, group_loads
 from tests.rollout.test_engine_contract import Folders, Models, ask, largest_difference
 from tests.rollout.trainer_process import plan_sources
 
@@ -16,11 +15,7 @@ def test_a_call_in_the_middle_of_a_hand_over_waits_and_is_of_the_new_version(
     subject: Subject, folders: Folders, models: Models
 ) -> None:
     sources = plan_sources(folders[1], subject.groups)
-    loads = [
-        load
-        for name, buckets in sources.items()
-        for load in loads_of(name, buckets, [GroupDelivery(group=name)] * len(buckets))
-    ]
+    loads = group_loads(sources)
     held = HeldGeneration(subject.engine)
     version = subject.version + 1
 

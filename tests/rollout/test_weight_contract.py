@@ -19,7 +19,7 @@ from megappo.weight_sync.receive import Reception
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.delivery import GroupDelivery
 from tests.rollout.faulty_senders import CORRUPTED
-from tests.rollout.subject import TIMEOUT_S, Subject, loads_of
+from tests.rollout.subject import TIMEOUT_S, Subject, group_loads, loads_of
 from tests.rollout.test_engine_contract import Folders, Models, ask, largest_difference
 from tests.rollout.trainer_process import plan_sources
 
@@ -187,11 +187,7 @@ def test_generation_under_way_is_paused_as_configured_and_goes_on(
     subject: Subject, paused_by: PauseMode, folders: Folders
 ) -> None:
     sources = plan_sources(folders[1], subject.groups)
-    loads = [
-        load
-        for name, buckets in sources.items()
-        for load in loads_of(name, buckets, [GroupDelivery(group=name)] * len(buckets))
-    ]
+    loads = group_loads(sources)
     before = subject.version
     reception = Reception(subject.engine, before + 1, timeout_s=TIMEOUT_S)
 
