@@ -2,10 +2,12 @@
 #   PYTHON=python3.12       the Python that makes .venv
 #   PYTHON_NEXT=python3.13  the Python of `make test-mcore-next` (default: python3.12)
 #   TORCH_INDEX_URL=URL     where torch comes from (default: the usual index)
-#   ARGS="..."              more overrides for `make quickstart`, options for `make bench-algorithms`
+#   ARGS="..."              more overrides for `make quickstart`, options for `make bench`
+#   NAME=log_probs          which benchmark `make bench` runs (default: all)
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
 ARGS ?=
+NAME ?= all
 PYTHON_NEXT ?= python3.12
 BIN := .venv/bin
 START := runs/quickstart-sft/model/config.json
@@ -15,7 +17,7 @@ export OMP_NUM_THREADS := 1
 export PYTHON TORCH_INDEX_URL
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install install-dev test test-slow test-oracle test-mcore-next test-signatures bench-algorithms bench-log-probs bench-rollout bench-weight-sync bench-checkpoint lint format docs clean
+.PHONY: help quickstart install install-dev test test-slow test-oracle test-mcore-next test-signatures bench bench-verl bench-trl lint format docs clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -45,8 +47,7 @@ test: lint ## everything that must hold before a commit
 test-slow: install-dev ## the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu"
 
-test-oracle: install-dev ## the algorithms against verl's own functions
-	$(BIN)/pip install -q --no-deps --target .oracle -r requirements/oracle.txt
+test-oracle: install-dev bench-verl ## the algorithms against verl's own functions
 	PYTHONPATH=.oracle $(BIN)/pytest tests/algo/test_against_verl.py
 
 test-mcore-next: ## the trainers with the megatron-core that Python 3.12 gets (about 6 GB in .venv-mcore-next)
@@ -60,22 +61,23 @@ test-signatures: install-dev ## calls into Transformer Engine against its oldest
 	done
 	$(BIN)/pytest tests/device/test_gpu_signatures.py
 
-bench-algorithms: install ## algorithms and balancing side by side with verl (ARGS="--case gae --rounds 9 --quick")
+bench: install bench-verl $(if $(filter all end_to_end,$(NAME)),bench-trl) ## benchmarks (NAME=controller, ARGS="--quick", ARGS="--fail-below", ARGS="-- --case gae")
+	$(BIN)/python -m benchmarks.run $(NAME) $(ARGS)
+
+# What benchmarks and oracle tests compare with, apart from .venv and never a dependency; made anew when its list changes.
+bench-verl: .oracle/installed ## verl in .oracle
+.oracle/installed: requirements/oracle.txt | install
+	rm -rf .oracle
 	$(BIN)/pip install -q --no-deps --target .oracle -r requirements/oracle.txt
-	PYTHONPATH=.oracle $(BIN)/python -m benchmarks.algorithms $(ARGS)
+	touch $@
 
-bench-log-probs: install ## log-probs and entropy side by side with verl: time and peak memory (needs 3 GB)
-	$(BIN)/pip install -q --no-deps --target .oracle -r requirements/oracle.txt
-	PYTHONPATH=.oracle $(BIN)/python -m benchmarks.log_probs $(ARGS)
-
-bench-rollout: install ## tokens/s, time to first token and tail of the engines (ARGS="--quick"; any key=value)
-	$(BIN)/python -W ignore -m benchmarks.rollout $(ARGS)
-
-bench-weight-sync: install ## weights from 4 trainer ranks to 2 engine ranks: copies, bytes, memory (needs 5 GB)
-	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
-
-bench-checkpoint: install ## save and load seconds per GB side by side with torch.distributed.checkpoint (needs 5 GB)
-	$(BIN)/python -W ignore -m benchmarks.checkpoint $(ARGS)
+bench-trl: .trl/installed ## TRL in .trl, an environment of its own (1.2 GB)
+.trl/installed: requirements/torch.txt requirements/trl.txt
+	rm -rf .trl
+	$(PYTHON) -m venv .trl
+	.trl/bin/pip install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) -r requirements/torch.txt
+	.trl/bin/pip install -q -r requirements/trl.txt
+	touch $@
 
 format: install-dev ## format the code
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 """Saving and loading one rank's model with its optimizer, against torch.distributed.checkpoint on the same tensors.
 
-Run by `make bench-checkpoint`; see benchmarks/README.md. megappo also computes a checksum of every byte, compares it
-when it loads, and waits for the disk before a checkpoint gets its name.
+Run by `make bench NAME=checkpoint`; see benchmarks/README.md. megappo also computes a checksum of every byte, compares
+it when it loads, and waits for the disk before a checkpoint gets its name.
 """
 
 import shutil

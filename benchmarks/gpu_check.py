@@ -1,269 +1,122 @@
-"""Does the CUDA path compute what the CPU path does? Prints a table on stderr and a JSON report on stdout.
+"""Does the CUDA path compute what the CPU path does? Prints a table on stderr and a JSON summary on stdout.
 
-A tiny Qwen2 model takes one actor update (log-probs, loss, gradient, optimizer step, export) on the CPU with gloo and
-on the GPU with NCCL, each in a process of its own; the results must agree. Then bfloat16 and, where it is installed,
-Transformer Engine are held against it, and one update of a model of 0.5 billion parameters is timed (seconds, TFLOP/s,
-MFU where the device's peak is known).
+- parity: a tiny Qwen2 model takes one actor update (log-probs, loss, gradient, optimizer step, export) on the CPU with
+  gloo and on the GPU with NCCL, in float32 and bfloat16, and with Transformer Engine where it is installed;
+- tiled log-probs: values, gradients and memory with a vocabulary of 152 thousand;
+- shared handle: a bucket of weights is opened by another process, as in a hand-over on shared devices;
+- speed: tokens/s, TFLOP/s and MFU of the update of a model of 1.5 billion parameters with the local layers.
 
+A part that cannot run here is skipped, which the summary says; one that fails does not keep the others from running.
 Exit codes: 0 all checks pass, 1 one fails, 3 there is no GPU.
 """
 
-import argparse
 import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.gpu.check import Check, SkippedError
+from benchmarks.gpu.parity import TINY, Run, compare, make_model, start, step_check
+from benchmarks.gpu.shared_handle import check_shared_handle
+from benchmarks.gpu.tiled_log_probs import check_tiles
+
 NO_GPU = 3
-RUN_TIMEOUT_S = 180.0
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 344,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
-HALF_BILLION = {
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Run:
-    """One process: an update of a model on a device."""
-
-    device: str
-    dtype: str = "float32"
-    layer_spec: str = "local"
-    updates: int = 1
-    """Updates that are made; the last one is timed."""
-    num_sequences: int = 12
-    longest: int = 90
-    """Lengths are spread from 2 to this many tokens."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Check:
-    """One comparison: the largest difference that was found and the largest that is allowed."""
-
-    name: str
-    difference: float
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        return self.difference <= self.tolerance
+SPEED_MODEL = "qwen2_5_1_5b"
+_SPEED_GIB = 40
+"""Weights, gradients and optimizer state take 28 GB."""
+_SPEED_TIMEOUT_S = 240.0
 
 
 def main() -> int:
     """Run all checks and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)  # a process of this program's own
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.run is not None:
-        torch.save(run_update(Run(**arguments.run), arguments.folder), arguments.result)
-        return 0
     if not torch.cuda.is_available():
         print(f"gpu_check: torch {torch.__version__} sees no CUDA device; nothing was checked", file=sys.stderr)
-        print(json.dumps({"device": None, "torch": torch.__version__, "checks": []}))
+        print(json.dumps({"device": None, "torch": torch.__version__, "checks": [], "skipped": {}}))
         return NO_GPU
+    device, speed = torch.device("cuda", 0), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
-        report = build_report(Path(folder))
-    for check in report["checks"]:
-        verdict = "pass" if check["passed"] else "FAIL"
-        print(f"{verdict}  {check['name']:<50} {check['difference']:.2e} <= {check['tolerance']:.2e}", file=sys.stderr)
-    print(json.dumps(report, indent=2))
-    return 0 if all(check["passed"] for check in report["checks"]) else 1
-
-
-def build_report(folder: Path) -> dict[str, Any]:  # Any: a JSON object
-    """Make the models, run the processes and compare."""
-    tiny = make_model(folder / "tiny", TINY)
-    reference = start(Run(device="cpu"), tiny)
-    float32 = start(Run(device="cuda"), tiny)
-    checks = [
-        *compare("cuda float32", float32, reference, tolerance=1e-4),
-        step_check("cuda float32", float32, reference),
-    ]
-    checks += compare("cuda bfloat16", start(Run(device="cuda", dtype="bfloat16"), tiny), reference, tolerance=0.1)
-    if importlib.util.find_spec("transformer_engine") is not None:
-        run = Run(device="cuda", dtype="bfloat16", layer_spec="transformer_engine")
-        checks += compare("cuda bfloat16 transformer_engine", start(run, tiny), reference, tolerance=0.1)
-    large = make_model(folder / "large", HALF_BILLION)
-    timed = Run(device="cuda", dtype="bfloat16", updates=3, num_sequences=16, longest=1024)
-    speed = start(timed, large)
-    return {
+        parts: dict[str, Callable[[], Iterator[Check]]] = {
+            "parity": partial(check_parity, Path(folder)),
+            "parity with Transformer Engine": partial(check_transformer_engine, Path(folder)),
+            "tiled log-probs, float32": partial(check_tiles, device, torch.float32),
+            "tiled log-probs, bfloat16": partial(check_tiles, device, torch.bfloat16),
+            "shared handle": partial(check_shared_handle, device),
+            "speed": partial(measure_speed, Path(folder), speed),
+        }
+        found = run_parts(parts)
+    report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "checks": [asdict(check) | {"passed": check.passed} for check in checks],
-        "half_billion_update": {name: speed[name] for name in ("tokens", "seconds", "tflops", "mfu", "peak_bytes")},
+        **found,
+        "speed": speed or None,
     }
+    print(json.dumps(report, indent=2))
+    return 0 if report["checks"] and all(check["passed"] for check in report["checks"]) else 1
 
 
-def make_model(folder: Path, sizes: dict[str, Any]) -> Path:
-    """Write a random Qwen2 model."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.05)).save_pretrained(folder)
-    return folder
-
-
-def start(run: Run, folder: Path) -> dict[str, Any]:
-    """Make the run in a process of its own and return its results."""
-    result = folder.parent / "result.pt"
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_check"]
-    command += ["--run", json.dumps(asdict(run)), "--folder", str(folder), "--result", str(result)]
-    subprocess.run(command, check=True, stdout=sys.stderr, timeout=RUN_TIMEOUT_S)
-    return torch.load(result)
-
-
-def compare(name: str, result: dict[str, Any], reference: dict[str, Any], *, tolerance: float) -> Iterator[Check]:
-    """Compare a run with the reference."""
-    difference = float((result["log_probs"] - reference["log_probs"]).abs().max())
-    yield Check(name=f"{name}: log-probs", difference=difference, tolerance=tolerance)
-    loss = abs(result["loss"] - reference["loss"])
-    yield Check(name=f"{name}: loss", difference=loss, tolerance=tolerance)
-    gradients = relative_difference(result["gradients"], reference["gradients"])
-    yield Check(name=f"{name}: gradient", difference=gradients, tolerance=tolerance)
-    yield Check(name=f"{name}: wrong tensors in the export", difference=result["export_errors"], tolerance=0)
+def run_parts(parts: dict[str, Callable[[], Iterator[Check]]]) -> dict[str, Any]:  # Any: JSON
+    """Run one part after the other; returns `checks` and what was `skipped`, with reasons."""
+    checks: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    for name, part in parts.items():
+        try:
+            for check in part():
+                checks.append(asdict(check) | {"passed": check.passed})
+                verdict = "pass" if check.passed else "FAIL"
+                numbers = f"{check.difference:.2e} <= {check.tolerance:.2e}"
+                print(f"{verdict}  {check.name:<62} {numbers}", file=sys.stderr, flush=True)
+        except SkippedError as reason:
+            skipped[name] = str(reason)
+            print(f"skip  {name}: {reason}", file=sys.stderr, flush=True)
+        except Exception as error:  # whatever a device or a driver may raise: the other parts say more
+            checks.append({"name": name, "error": f"{type(error).__name__}: {error}", "passed": False})
+            print(f"FAIL  {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return {"checks": checks, "skipped": skipped}
 
 
-def step_check(name: str, result: dict[str, Any], reference: dict[str, Any]) -> Check:
-    """Compare what the optimizer step did; in float32 only, since bfloat16 weights round most of it away."""
-    difference = relative_difference(result["changes"], reference["changes"])
-    return Check(name=f"{name}: optimizer step", difference=difference, tolerance=1e-3)
+def check_parity(folder: Path) -> Iterator[Check]:
+    """Compare updates on CUDA with one on the CPU."""
+    tiny = make_model(folder / "tiny", TINY)
+    reference = start(Run(device="cpu"), tiny)
+    torch.save(reference, folder / "reference.pt")
+    float32 = start(Run(device="cuda"), tiny)
+    yield from compare("cuda float32", float32, reference, tolerance=1e-4)
+    yield step_check("cuda float32", float32, reference)
+    bfloat16 = start(Run(device="cuda", dtype="bfloat16"), tiny)
+    yield from compare("cuda bfloat16", bfloat16, reference, tolerance=0.1)
 
 
-def relative_difference(tensors: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Largest difference over all tensors, relative to the largest entry of all of the reference."""
-    largest = max(float(tensor.abs().max()) for tensor in reference.values())
-    return max(float((tensors[name].float() - tensor).abs().max()) for name, tensor in reference.items()) / largest
+def check_transformer_engine(folder: Path) -> Iterator[Check]:
+    """Compare an update of Transformer Engine's layers with the same one; after `check_parity`."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise SkippedError("transformer_engine is not installed")
+    run = Run(device="cuda", dtype="bfloat16", layer_spec="transformer_engine")
+    reference = torch.load(folder / "reference.pt")
+    yield from compare("cuda bfloat16 transformer_engine", start(run, folder / "tiny"), reference, tolerance=0.1)
 
 
-def run_update(run: Run, folder: Path) -> dict[str, Any]:  # Any: tensors and numbers by name
-    """Build the actor, compute log-probs and make the updates."""
-    from safetensors.torch import load_file
-
-    from megappo.models.export import export_hf_state
-
-    trainer, backend = make_trainer(run, folder)
-    batch, experience, request = make_batch(run, trainer.architecture.vocab_size)
-    source = load_file(folder / "model.safetensors")
-    exported = {name: tensor.cpu().clone() for name, tensor in export_hf_state(trainer.chunks).items()}
-    wrong = sum(not torch.equal(exported[name], tensor.to(exported[name].dtype)) for name, tensor in source.items())
-    fields, _ = trainer.compute_log_probs(batch, request.mini_batches[0].micro_batches)
-    for _ in range(run.updates):
-        seconds = -time.perf_counter()
-        metrics = trainer.update(experience, request)  # its metrics are numbers: the device has finished
-        seconds += time.perf_counter()
-    after = export_hf_state(trainer.chunks)
-    changes = {name: tensor.cpu().float() - exported[name].float() for name, tensor in after.items()}
-    with torch.no_grad():
-        for parameter in trainer.chunks[0].parameters():
-            parameter.data = parameter.main_grad  # exported under the names of the parameters
-    gradients = {name: tensor.cpu() for name, tensor in export_hf_state(trainer.chunks).items()}
-    loss = metrics["actor/loss/mean"]
-    return {
-        "log_probs": torch.from_numpy(fields.log_probs.values),
-        "loss": loss.total / loss.count,
-        "gradients": gradients,
-        "changes": changes,
-        "export_errors": wrong,
-        "tokens": batch.num_tokens,
-        "seconds": seconds,
-        **speed_of(batch, seconds, folder, dtype=run.dtype, device_name=backend.device_name()),
-        "peak_bytes": torch.cuda.max_memory_allocated() if backend.kind == "cuda" else 0,
-    }
-
-
-def speed_of(batch: Any, seconds: float, folder: Path, *, dtype: str, device_name: str) -> dict[str, float | None]:
-    """Return the useful TFLOP/s of an update and its share of the device's peak (None: not known)."""
-    from megappo.observability.device_peaks import MatmulFormat, peak_flops
-    from megappo.observability.flops import model_flops, pass_size
-
-    size = pass_size(batch.lengths, predictions=int(batch.response_mask.sum()))
-    rate = model_flops(json.loads((folder / "config.json").read_text())).training(size) / seconds
-    peak = peak_flops(device_name, MatmulFormat(dtype))
-    return {"tflops": rate / 1e12, "mfu": None if peak is None else rate / peak}
-
-
-def make_trainer(run: Run, folder: Path) -> tuple[Any, Any]:
-    """Return the actor of a world of one process, and the back end."""
-    from megappo.config.cluster import DeviceKind
-    from megappo.config.model import Dtype, LayerSpec
-    from megappo.config.parallelism import ParallelismConfig
-    from megappo.config.run import RunConfig
-    from megappo.device.backend import resolve_backend
-    from megappo.device.process_group import init_distributed, init_model_parallel
-    from megappo.train.actor import ActorTrainer
-
-    backend = resolve_backend(DeviceKind(run.device))
-    # Port 0: any free one, since nobody else joins.
-    init_distributed(rank=0, world_size=1, address="127.0.0.1", port=0, backend=backend, timeout_s=60.0)
-    init_model_parallel(ParallelismConfig(), seed=0)
-    config = RunConfig()
-    config.model.path = str(folder)
-    config.model.dtype = Dtype(run.dtype)
-    config.model.layer_spec = LayerSpec(run.layer_spec)
-    config.actor.optim.lr = 1e-2
-    # Large against the gradients, so that the first step is not their sign, which rounding can turn.
-    config.actor.optim.eps = 1.0
-    return ActorTrainer(config, backend=backend), backend
-
-
-def make_batch(run: Run, vocab_size: int) -> tuple[Any, Any, Any]:
-    """Return sampled sequences, their experience, and the request of one optimizer step in two micro-batches."""
-    from megappo.batch.fields import offsets_of
-    from megappo.batch.requests import MiniBatch, UpdateRequest
-    from megappo.batch.stages import Experience, RolloutBatch
-
-    random = np.random.default_rng(0)
-    lengths = np.linspace(2, run.longest, run.num_sequences).astype(np.int64)
-    num_tokens = int(lengths.sum())
-    response_mask = np.concatenate([np.arange(length) >= (length + 1) // 2 for length in lengths])
-    log_probs = np.where(response_mask, -np.log(vocab_size), 0).astype(np.float32)
-    ids = np.arange(run.num_sequences)
-    sampled = {
-        "offsets": offsets_of(lengths),
-        "tokens": random.integers(0, vocab_size, num_tokens).astype(np.int32),
-        "response_mask": response_mask,
-        "rollout_log_probs": log_probs,
-        "sequence_ids": ids,
-        "group_ids": ids // 2,
-    }
-    experience = Experience(
-        **sampled,
-        loss_mask=response_mask,
-        advantages=np.where(response_mask, random.normal(size=num_tokens), 0).astype(np.float32),
-        old_log_probs=log_probs,
-    )
-    weights = dict.fromkeys(ids.tolist(), 1 / int(response_mask.sum()))
-    halves = [ids[::2].tolist(), ids[1::2].tolist()]
-    request = UpdateRequest(mini_batches=[MiniBatch(micro_batches=halves, loss_weights=weights)])
-    return RolloutBatch(**sampled), experience, request
+def measure_speed(folder: Path, speed: dict[str, Any]) -> Iterator[Check]:  # Any: JSON
+    """Put the figures of `benchmarks.train_mfu` into `speed`; there is nothing to compare them with."""
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    if memory < _SPEED_GIB:
+        raise SkippedError(f"the device has {memory:.0f} GiB, {SPEED_MODEL} in training takes up to {_SPEED_GIB}")
+    output = folder / "speed.json"
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.train_mfu", "--model", SPEED_MODEL]
+    command += ["--mean-tokens", "1024", "--longest", "4096", "--output", str(output)]
+    command += ["model=bfloat16", "model.layer_spec=local", "batching.micro_batch_tokens=16384"]
+    subprocess.run(command, check=True, stdout=sys.stderr, timeout=_SPEED_TIMEOUT_S)
+    (case,) = json.loads(output.read_text(encoding="utf-8"))["cases"].values()
+    speed |= {"model": SPEED_MODEL, **case["figures"]}
+    yield from ()
 
 
 if __name__ == "__main__":

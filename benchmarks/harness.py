@@ -59,6 +59,20 @@ class Goal:
         return above and below and value == value
 
     @property
+    def better(self) -> str | None:
+        """Which way the figure gets better: `higher` or `lower`; None with two bounds, between which all is equal."""
+        if (self.at_least is None) == (self.at_most is None):
+            return None
+        return "higher" if self.at_most is None else "lower"
+
+    @property
+    def bound(self) -> float:
+        """The bound, where there is one alone."""
+        bound = self.at_least if self.at_most is None else self.at_most
+        assert bound is not None
+        return bound
+
+    @property
     def text(self) -> str:
         """The bounds in words."""
         bounds = ((">=", self.at_least), ("<=", self.at_most))
@@ -197,7 +211,13 @@ def require_module(name: str, remedy: str) -> None:
         raise SystemExit(f"there is nothing to compare with: module {name} is not installed. {remedy}")
 
 
-def run_program(program: str, makers: Mapping[str, Callable[[bool], Case]], *, packages: Sequence[str]) -> None:
+def run_program(
+    program: str,
+    makers: Mapping[str, Callable[[bool], Case]],
+    *,
+    packages: Sequence[str],
+    pinned: bool = False,
+) -> None:
     """Command line of a benchmark: measure the chosen cases, print the report, write it as JSON.
 
     Args:
@@ -205,7 +225,9 @@ def run_program(program: str, makers: Mapping[str, Callable[[bool], Case]], *, p
         makers: case key -> function that makes the case, at full size or (True) small; made one at a time, so that
             only one case's input is held.
         packages: distributions whose versions the report names.
+        pinned: keep it on one core: for programs whose work is that of one process.
     """
+    from benchmarks.environment import NOT_PINNED, pin_to_one_core
     from benchmarks.report import Report, print_case, print_summary
 
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}")
@@ -217,7 +239,8 @@ def run_program(program: str, makers: Mapping[str, Callable[[bool], Case]], *, p
     if arguments.rounds < 1:
         parser.error(f"--rounds is {arguments.rounds}, must be at least 1")
     require_one_thread()
-    report = Report(program=program, packages=packages, judged=not arguments.quick)
+    pinning = pin_to_one_core() if pinned else NOT_PINNED
+    report = Report(program=program, packages=packages, judged=not arguments.quick, pinning=pinning)
     for key in arguments.case or makers:
         result = measure(makers[key](arguments.quick), arguments.rounds)
         report.add(result)

@@ -1,6 +1,6 @@
 """Log-probs and entropy from hidden states, forward and backward, side by side with verl 0.9.1's fused torch path.
 
-Run by `make bench-log-probs`, which installs the peer into .oracle; see benchmarks/README.md.
+Run by `make bench NAME=log_probs`, which installs the peer into .oracle; see benchmarks/README.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.harness import Case, Contender, Goal, Ratio, require_module, run_program
 from benchmarks.memory import METHOD, peak_extra_bytes
+from benchmarks.registry import VERL
 from megappo.train.fused_head import HeadOptions, VocabShard
 from megappo.train.log_probs import compute_token_statistics
 
-PEER = "Run `make bench-log-probs`, which installs verl 0.9.1 into .oracle and puts it on PYTHONPATH."
 ENTROPY_COEF = 0.01
 FEATURES = 256
 
@@ -178,11 +178,12 @@ def _largest_difference(results: Mapping[str, object], *, peer: str) -> dict[str
 
 def main() -> None:
     """Measure the chosen cases."""
-    require_module("verl", PEER)
+    require_module(VERL.module, VERL.remedy)
     run_program(
         "log_probs",
         {"time": make_time, "memory": make_memory, "small": make_small},
         packages=["torch", "verl"],
+        pinned=True,
     )
 
 

@@ -1,21 +1,16 @@
 """The report of a benchmark: a table, a JSON file, and how each figure moved against the committed baseline."""
 
-import importlib.metadata
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.environment import NOT_PINNED, describe_environment
 from benchmarks.harness import CaseResult
 
-ROOT = Path(__file__).parent.parent
 BASELINES = Path(__file__).parent / "baselines"
 _CONSOLE = Console(width=max(120, Console().width), highlight=False)
 
@@ -23,11 +18,19 @@ _CONSOLE = Console(width=max(120, Console().width), highlight=False)
 class Report:
     """The results of one run of a program, and the committed figures to hold them against."""
 
-    def __init__(self, *, program: str, packages: Sequence[str], judged: bool, baselines: Path = BASELINES) -> None:
+    def __init__(
+        self,
+        *,
+        program: str,
+        packages: Sequence[str],
+        judged: bool,
+        baselines: Path = BASELINES,
+        pinning: str = NOT_PINNED,
+    ) -> None:
         self.program = program
         self.judged = judged
         self.results: list[CaseResult] = []
-        self.environment = describe_environment(packages)
+        self.environment = describe_environment(packages, pinning=pinning)
         path = baselines / f"{program}.json"
         self._baseline: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -57,6 +60,8 @@ class Report:
             "median_cpu_seconds": {name: result.median(name) for name in result.seconds},
             "figures": result.figures,
             "goals": {goal.figure: goal.text for goal in result.case.goals},
+            "better": {goal.figure: goal.better for goal in result.case.goals if goal.better},
+            "bounds": {goal.figure: goal.bound for goal in result.case.goals if goal.better},
             "met": result.verdicts() if self.judged else None,
             "moved_against_baseline": self.moved(result),
         }
@@ -91,7 +96,8 @@ def print_case(report: Report, result: CaseResult) -> None:
             verdict if report.judged or not verdict else "not judged",
             f"{moved[name]:+.1%}" if name in moved else "",
         )
-    _CONSOLE.print(times)
+    if result.seconds:
+        _CONSOLE.print(times)
     _CONSOLE.print(figures)
 
 
@@ -103,35 +109,3 @@ def print_summary(report: Report) -> None:
         _CONSOLE.print(f"[bold]{sum(verdicts)} of {len(verdicts)} goals met[/]")
     else:
         _CONSOLE.print(f"small inputs: {len(verdicts)} goals not judged")
-
-
-def describe_environment(packages: Sequence[str]) -> dict[str, str]:
-    """Return machine, versions and revision in words."""
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return {
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **versions,
-        "revision": _revision(),
-        "threads": "1",
-        "clock": "CPU seconds of the process and all processes below it",
-    }
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _revision() -> str:
-    """The git revision, marked when tracked files differ from it."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if changed else "")

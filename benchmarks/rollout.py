@@ -10,7 +10,8 @@ lengths are geometric (`benchmarks/generation/workload.py`), some prompts may be
       --samples 8 --prompt-tokens 512 --longest-prompt 2048 --response-tokens 2048 --longest-response 16384 \\
       model=bfloat16 cluster=gpu placement=colocated cluster.pools.main=8
 
-Everything else is configuration, as for `megappo train`, and is checked before anything starts.
+Everything else is configuration, as for `megappo train`, and is checked before anything starts. --sweep measures all
+combinations with some more overrides, and again with others: --sweep rollout.tensor=1 --sweep rollout.tensor=2.
 Exit codes: 0 done, 1 failed, 2 refused.
 """
 
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -25,17 +27,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.arguments import require
+from benchmarks.environment import describe_environment
 from benchmarks.generation.drive import EngineFleet, Observed
 from benchmarks.generation.models import write_random_model
 from benchmarks.generation.timeline import measure_tail
 from benchmarks.generation.workload import Generation, Lengths, make_generation
 from benchmarks.harness import require_one_thread
-from benchmarks.report import describe_environment
+from benchmarks.markdown import describe_report
 from benchmarks.training.model_presets import PRESETS, model_config
 from benchmarks.training.workload import LengthDistribution
 from megappo.config.cluster import DeviceKind
@@ -56,6 +57,18 @@ QUICK = {
     "rounds": 1,
 }
 """What --quick sets."""
+COLUMNS = {
+    "tokens/s": "tokens_per_s",
+    "tokens/s/device": "tokens_per_s_per_device",
+    "first token s, idle": "first_token_idle_s",
+    "in load": "first_token_s",
+    "p95": "first_token_p95_s",
+    "busy": "utilisation",
+    "below half": "below_half_share",
+    "makespan / ideal": "makespan_over_ideal",
+}
+"""Figures of a setting, those of the table -> what they are called in its row."""
+_BETTER = {"tokens/s": "higher", "tokens/s/device": "higher", "first token s, idle": "lower"}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -66,6 +79,13 @@ class Setting:
     engines: int
     concurrency: int
     config: RunConfig
+    overrides: Sequence[str]
+    """Those of --sweep."""
+
+    def label(self, samples: int) -> str:
+        """Return what a row of the table is called."""
+        at_once = f", {self.concurrency} at once" if self.engine == "sglang" else ""
+        return " ".join([f"{self.engine} x {self.engines}{at_once}, {samples} samples", *self.overrides])
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -105,6 +125,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--longest-response", type=int, default=512, help="longest response (default 512)")
     add("--tail-share", type=float, default=0.0, help="share of prompts with longer responses (default 0)")
     add("--tail-factor", type=float, default=8.0, help="how many times longer those are (default 8)")
+    add(
+        "--sweep",
+        action="append",
+        default=[],
+        type=shlex.split,
+        metavar='"key=value ..."',
+        help="overrides that all combinations are measured with (may be repeated)",
+    )
     add("--quick", action="store_true", help="one small generation per engine")
     add("--output", type=Path, default=Path("runs/benchmarks/rollout.json"), help="JSON report (default %(default)s)")
     add("overrides", nargs="*", metavar="key=value", help="configuration, as on the command line of `megappo train`")
@@ -126,7 +154,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:  # Any: a JSON o
         require_one_thread()
     if arguments.model in PRESETS:
         write_random_model(model, shape, weights=True, dtype=settings[0].config.model.dtype.value)
-    rows: list[dict[str, Any]] = []
+    cases: dict[str, Any] = {}
     for setting in settings:
         async with EngineFleet(setting.config, device, folder / "logs") as fleet:
             for samples in numbers(arguments, "samples"):
@@ -138,7 +166,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:  # Any: a JSON o
                     samples=samples,
                     seed=setting.config.seed,
                 )
-                rows.append(await measure(fleet, work, setting, samples=samples, rounds=arguments.rounds))
+                row = await measure(fleet, work, setting, samples=samples, rounds=arguments.rounds)
+                cases[setting.label(samples)] = as_case(row, arguments, device)
     return {
         "program": "rollout",
         "environment": describe_environment(PACKAGES) | {"clock": "wall seconds", "device": device.value},
@@ -148,7 +177,24 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:  # Any: a JSON o
         "prompts": arguments.prompts,
         "rounds": arguments.rounds,
         "overrides": list(arguments.overrides),
-        "rows": rows,
+        "columns": list(COLUMNS),
+        "cases": cases,
+    }
+
+
+def as_case(row: dict[str, Any], arguments: argparse.Namespace, device: DeviceKind) -> dict[str, Any]:  # Any: JSON
+    """Return what was found of a setting as a case of a report: sizes, figures, which way is better, and all of it."""
+    sizes = {name: row[name] for name in ("engine", "engines", "devices", "concurrency", "samples", "overrides")}
+    return {
+        "question": "sampling speed in this setting",
+        "sizes": sizes
+        | {"model": arguments.model, "device": device.value, "prompts": arguments.prompts}
+        | {"lengths": asdict(lengths_of(arguments))},
+        "figures": {name: row[key] for name, key in COLUMNS.items()},
+        "better": _BETTER,
+        "goals": {},
+        "met": None,
+        "details": row,
     }
 
 
@@ -165,10 +211,13 @@ async def measure(
         "engines": setting.engines,
         "concurrency": setting.concurrency if setting.engine == "sglang" else None,
         "samples": samples,
+        "devices": setting.engines * setting.config.rollout.tensor,
+        "overrides": list(setting.overrides),
         "sequences": work.sequences,
         "slots": fleet.slots(work.sequences),
         "first_token_idle_s": statistics.median(idle),
         **medians,
+        "tokens_per_s_per_device": (medians["tokens_per_s"] or 0.0) / setting.engines / setting.config.rollout.tensor,
         "rounds": found,
     }
 
@@ -231,11 +280,13 @@ def make_settings(arguments: argparse.Namespace, folder: Path, device: DeviceKin
     settings: list[Setting] = []
     longest = arguments.longest_prompt + arguments.longest_response
     names = arguments.engine.split(",")
-    for name, engines, concurrency in itertools.product(
-        names, numbers(arguments, "engines"), numbers(arguments, "concurrency")
-    ):
-        if name == "hf" and any(known.engine == name and known.engines == engines for known in settings):
-            continue  # it has no such setting
+    sweep: list[list[str]] = arguments.sweep or [[]]
+    counts = list(itertools.product(numbers(arguments, "engines"), numbers(arguments, "concurrency")))
+    kinds = [(chosen, name) for chosen in sweep for name in names]
+    for (chosen, name), (engines, concurrency) in itertools.product(kinds, counts):
+        asked = (name, engines, chosen)
+        if name == "hf" and any((one.engine, one.engines, one.overrides) == asked for one in settings):
+            continue  # it has no such setting as the concurrency
         overrides = [
             "data=spell_backward",
             f"cluster.device={device.value}",
@@ -250,8 +301,8 @@ def make_settings(arguments: argparse.Namespace, folder: Path, device: DeviceKin
         ]
         if device is DeviceKind.cpu:
             overrides.append(f"rollout.sglang.max_total_tokens={max(8192, concurrency * longest)}")
-        config = load_run_config([*overrides, *arguments.overrides], rules=(check_config, model_folders_fit))
-        settings.append(Setting(engine=name, engines=engines, concurrency=concurrency, config=config))
+        config = load_run_config([*overrides, *arguments.overrides, *chosen], rules=(check_config, model_folders_fit))
+        settings.append(Setting(engine=name, engines=engines, concurrency=concurrency, config=config, overrides=chosen))
     return settings
 
 
@@ -278,33 +329,9 @@ def check_measurement(arguments: argparse.Namespace, model: dict[str, Any]) -> N
 
 def print_report(report: dict[str, Any]) -> None:
     """Print the table."""
-    console = Console(width=max(140, Console().width), highlight=False)
-    table = Table(
-        "engine", "engines", "at once", "samples", "tokens", "tokens/s", "first token s: idle", "in load", "p95",
-        "busy", "below half", "makespan / ideal",
-    )  # fmt: skip
-    for row in report["rows"]:
-        cells = [
-            row["engine"],
-            str(row["engines"]),
-            str(row["concurrency"] or "-"),
-            str(row["samples"]),
-            f"{row['response_tokens']:,.0f}",
-            f"{row['tokens_per_s']:,.0f}",
-            *(shown(row[name], "{:.3f}") for name in ("first_token_idle_s", "first_token_s", "first_token_p95_s")),
-            f"{row['utilisation']:.0%}",
-            f"{row['below_half_share']:.0%}",
-            shown(row["makespan_over_ideal"], "{:.2f}"),
-        ]
-        table.add_row(*cells)
-    console.print(f"{report['model']} in {report['dtype']}, {report['prompts']} prompts, medians of {report['rounds']}")
-    console.print(table)
-    console.print(", ".join(f"{name}: {value}" for name, value in report["environment"].items()))
-
-
-def shown(value: float | None, form: str) -> str:
-    """Return a number, or a dash where there is none."""
-    return "-" if value is None else form.format(value)
+    print(f"{report['model']} in {report['dtype']}, {report['prompts']} prompts, medians of {report['rounds']}\n")
+    print("\n".join(describe_report(report)))
+    print(", ".join(f"{name}: {value}" for name, value in report["environment"].items()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Weights from four tensor-parallel trainer ranks to two engine ranks on one machine: copies, bytes, memory.
 
-Run by `make bench-weight-sync`; see benchmarks/README.md. Trainer ranks are the real export of a real model; an engine
-rank copies what it holds into parameters fused as SGLang's, which is what SGLang's loader does.
+Run by `make bench NAME=weight_sync`; see benchmarks/README.md. Trainer ranks are the real export of a real model; an
+engine rank copies what it holds into parameters fused as SGLang's, which is what SGLang's loader does.
 """
 
 from collections.abc import Mapping

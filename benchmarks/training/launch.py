@@ -1,8 +1,9 @@
 """The actor of a run in two dresses: ranks that torchrun started (or one process alone), and Ray workers.
 
-Both give the same calls, which return when all ranks are done: `log_probs(work)`, `update(work)`.
+Both give the same calls, which return when all ranks are done: `log_probs(work)`, `update(work)`, `export_weights()`.
 """
 
+import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,6 +72,10 @@ class Actor(Protocol):
         """Run the update phase."""
         ...
 
+    def export_weights(self) -> None:
+        """Put all weights into buckets as for a hand-over, which no engine takes."""
+        ...
+
     def device_name(self) -> str | None:
         """What all devices are called; None when they differ."""
         ...
@@ -101,6 +106,8 @@ class RankActor:
         parallelism = self._config.actor.parallelism
         process_group.init_model_parallel(parallelism, seed=self._config.seed, timeout_s=cluster.call_timeout_s)
         self._data_rank = parallel_state.get_data_parallel_rank()
+        if self._backend.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         self._trainer = ActorTrainer(self._config, backend=self._backend)
         return self
 
@@ -108,6 +115,10 @@ class RankActor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:  # else other ranks may be in a collective: torchrun ends them
+            del self._trainer
+            gc.collect()  # modules and hooks name each other
+            if self._backend.kind == "cuda":
+                torch.cuda.empty_cache()
             process_group.destroy()
 
     def log_probs(self, work: TrainingWork) -> None:
@@ -116,6 +127,12 @@ class RankActor:
 
     def update(self, work: TrainingWork) -> None:
         self._trainer.update(work.shard(self._data_rank), work.requests[self._data_rank])
+        self._finish()
+
+    def export_weights(self) -> None:
+        settings, dtype = self._config.weight_sync, self._config.rollout.weight_dtype(self._config.model).value
+        for _ in self._trainer.export_buckets(settings.bucket_bytes, dtype=dtype, shared=False):
+            pass
         self._finish()
 
     def _finish(self) -> None:
@@ -171,6 +188,10 @@ class RayActor:
 
     def update(self, work: TrainingWork) -> None:
         self._session.actor.update(self._open(work).experience, work.requests)
+
+    def export_weights(self) -> None:
+        self._session.actor.run("begin_sending", [])
+        self._session.actor.run("drop_weights")
 
     def _open(self, work: TrainingWork) -> _Handles:
         """Put the work into the object store, once."""

@@ -5,12 +5,33 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.markdown import describe_report
 from benchmarks.training.launch import Actor
 from benchmarks.training.workload import TrainingWork, doubled
 from megappo.balance.layout import RankLayout
 from megappo.controller.throughput import ModelThroughput
 from megappo.observability.flops import pass_size
 from megappo.observability.metrics import Metrics, values
+
+LOG_PROBS, UPDATE = "log_probs", "actor_update"
+COLUMNS = [
+    "devices",
+    "log-probs tokens/s/device",
+    "log-probs MFU",
+    "update tokens/s/device",
+    "update MFU",
+    "update HFU",
+    "bubble",
+    "hand-over s",
+    "peak GiB",
+]
+"""Figures of a layout, those of the table."""
+_BETTER = {
+    "log-probs tokens/s/device": "higher",
+    "update tokens/s/device": "higher",
+    "hand-over s": "lower",
+    "peak GiB": "lower",
+}
 
 
 def measure(
@@ -26,6 +47,7 @@ def measure(
     size = pass_size(experience.lengths, predictions=int(experience.loss_mask.sum()))
     epochs = work.requests[0].epochs
     forward = time_steps(lambda: actor.log_probs(work), warmup=warmup, steps=steps)
+    exported = time_steps(actor.export_weights, warmup=warmup, steps=steps)
     update = time_steps(lambda: actor.update(work), warmup=warmup, steps=steps)
     share = experience.num_tokens / layout.world_size
     scored = throughput.forward("log_probs", size, passes=1, seconds=statistics.median(forward))
@@ -34,6 +56,7 @@ def measure(
         "flops": {"forward": throughput.flops.forward(size), "backward": throughput.flops.backward(size)},
         "log_probs": _phase("log_probs", forward, scored, tokens_per_device=share),
         "actor_update": _phase("actor_update", update, trained, tokens_per_device=epochs * share),
+        "export_weights": {"seconds": exported},
         "bubble_share": bubble_share(layout, work.micro_batches),
     }
     if layout.pipeline > 1:
@@ -99,4 +122,37 @@ def describe(report: dict[str, Any]) -> list[str]:
     bubble = f"pipeline bubble {report['bubble_share']:.1%} by formula"
     if report.get("fixed_share_measured") is not None:
         bubble += f"; {report['fixed_share_measured']:.1%} measured, gradient reduction and optimizer step included"
+    exported = statistics.median(report["export_weights"]["seconds"])
+    lines.append(f"hand-over, the trainer's half (all weights into buckets): {exported:.3f} s")
     return [*lines, bubble]
+
+
+def as_case(report: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+    """Return what was found of a layout as a case of a report: sizes, figures, which way is better, and all of it."""
+    sizes = ("model", "device", "devices", "dtype", "lengths", "sequences", "tokens", "overrides", "launcher")
+    log_probs, update = report[LOG_PROBS], report[UPDATE]
+    figures = {
+        "devices": report["devices"],
+        "log-probs tokens/s/device": log_probs["tokens_per_s_per_device"],
+        "log-probs MFU": log_probs.get("mfu"),
+        "update tokens/s/device": update["tokens_per_s_per_device"],
+        "update MFU": update.get("mfu"),
+        "update HFU": update.get("hfu"),
+        "bubble": report["bubble_share"],
+        "hand-over s": statistics.median(report["export_weights"]["seconds"]),
+        "peak GiB": report["peak_memory_bytes"] / 2**30,
+    }
+    return {
+        "question": "training speed in this layout",
+        "sizes": {name: report[name] for name in sizes},
+        "figures": figures,
+        "better": _BETTER,
+        "goals": {},
+        "met": None,
+        "details": report,
+    }
+
+
+def describe_table(report: dict[str, Any]) -> list[str]:
+    """Return the lines of the table of all layouts."""
+    return describe_report(report)

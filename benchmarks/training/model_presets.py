@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.errors import ConfigError, Violation
+from megappo.planning.model_presets import MODEL_PRESETS
 
 _COMMON: dict[str, Any] = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 _TINY = {
@@ -32,51 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    "qwen2_5_0_5b": {
-        **_COMMON,
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-    },
-    "llama3_8b": {
-        **_COMMON,
-        "model_type": "llama",
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-    },
-    "qwen3_30b_a3b": {
-        **_COMMON,
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    **MODEL_PRESETS,
     # The size of DeepSeek-V3 (61 layers, 256 experts of which 8 are active, 3 dense layers; 0.67 T parameters, 35 G
     # active) in the nearest family that can be trained: grouped-query instead of latent attention, no shared expert.
     "deepseek_v3_sized": {

@@ -60,24 +60,39 @@ class _Held:
 
 @dataclass(kw_only=True, slots=True)
 class _Engine:
+    """An engine and what it holds; `take` and `give` keep the sums, which every group that is dealt out asks of every
+    engine."""
+
     at_once: int | None
     held: dict[int, _Held] = field(default_factory=dict[int, _Held])
+    sequences: int = 0
+    """Samples that it holds."""
+    load: float = 0.0
+    """Estimated tokens that it holds."""
     suspended: bool = False
     speed: float | None = None
     """Tokens per second of one sequence; None before the first is known."""
 
-    @property
-    def load(self) -> float:
-        """Estimated tokens that it holds."""
-        return sum(held.estimate for held in self.held.values())
+    def take(self, work: Work, estimate: float, now: float) -> None:
+        """Hold a group."""
+        self.held[work.key] = _Held(work=work, estimate=estimate, since=now)
+        self.sequences += work.num_samples
+        self.load += estimate
+
+    def give(self, key: int) -> _Held | None:
+        """Hold a group no longer; returns it, if it was held."""
+        if (gone := self.held.pop(key, None)) is not None:
+            self.sequences -= gone.work.num_samples
+            # An empty engine has no load, whatever the sums have rounded off.
+            self.load = self.load - gone.estimate if self.held else 0.0
+        return gone
 
     def has_room(self, work: Work, running: float) -> bool:
         """Whether it may take a group, of whose samples the share `running` runs at a time. One group always fits into
         an empty engine."""
         if self.at_once is None or not self.held:
             return not self.held
-        sequences = sum(held.work.num_samples for held in self.held.values())
-        return running * (sequences + work.num_samples) <= self.at_once * _SLACK
+        return running * (self.sequences + work.num_samples) <= self.at_once * _SLACK
 
 
 class Dispatcher:
@@ -119,12 +134,17 @@ class Dispatcher:
 
     def give_back(self, engine: int, keys: Sequence[int]) -> None:
         """Put groups that an engine did not do back at the head of the queue."""
-        held = self._engines[engine].held
-        self._queue[:0] = [held.pop(key).work for key in keys]
+        given = [self._engines[engine].give(key) for key in keys]
+        self._queue[:0] = [held.work for held in given if held is not None]
 
     def holds(self, engine: int) -> bool:
         """Whether an engine has groups."""
         return engine in self._engines and bool(self._engines[engine].held)
+
+    def held_by(self, engine: int) -> list[tuple[Work, float]]:
+        """Return the groups that an engine has, and since when; from any thread."""
+        known = self._engines.get(engine)
+        return [] if known is None else [(held.work, held.since) for held in list(known.held.values())]
 
     def engines_with(self, batch: int) -> list[int]:
         """Return the engines that hold groups of a batch."""
@@ -169,7 +189,7 @@ class Dispatcher:
                 left.append(work)
                 continue
             engine = self._engines[chosen]
-            engine.held[work.key] = _Held(work=work, estimate=estimate, since=now)
+            engine.take(work, estimate, now)
             self._homes[work.prompt] = chosen
             if engine.at_once is not None:
                 calls.append((chosen, [work]))
@@ -189,8 +209,12 @@ class Dispatcher:
         return self._engines[index].has_room(work, self._running)
 
     def _choose(self, work: Work, estimate: float, ahead: dict[int, float]) -> int:
-        usable = [index for index, engine in self._engines.items() if not engine.suspended]
-        done = {index: (ahead[index] + estimate) / self._speed(index) for index in usable}
+        typical = self._typical_speed()
+        done = {
+            index: (ahead[index] + estimate) / (engine.speed or typical)
+            for index, engine in self._engines.items()
+            if not engine.suspended
+        }
         best = min(done, key=lambda index: (done[index], index))
         home = work.home if work.home in done else self._homes.get(work.prompt)
         return home if home in done and done[home] <= done[best] * _AFFINITY else best
@@ -205,14 +229,17 @@ class Dispatcher:
 
     def _speed(self, index: int) -> float:
         """Return an engine's speed; one that is not known yet counts as the mean of the others."""
+        return self._engines[index].speed or self._typical_speed()
+
+    def _typical_speed(self) -> float:
         known = [engine.speed for engine in self._engines.values() if engine.speed is not None]
-        return self._engines[index].speed or (sum(known) / len(known) if known else 1.0)
+        return sum(known) / len(known) if known else 1.0
 
     def returned(self, engine: int, key: int, progress: Progress, now: float) -> Work | None:
         """Note that an engine gave a group back, finished or aborted. Returns the group, None where it did not hold it
         (then it is queued or at another engine, and this is a duplicate)."""
         place = self._engines.get(engine)
-        held = None if place is None else place.held.pop(key, None)
+        held = None if place is None else place.give(key)
         if place is None or held is None:
             return None
         if progress.longest_new and now > held.since:

@@ -83,7 +83,10 @@ def test_a_real_engine_is_measured(engine: str, tmp_path: Path, capsys: pytest.C
     assert "tokens/s" in capsys.readouterr().out
     report = json.loads(output.read_text())
     assert report["environment"]["clock"] == "wall seconds" and report["dtype"] == "float32"
-    (row,) = report["rows"]
+    ((label, case),) = report["cases"].items()
+    row = case["details"]
+    assert label.startswith(f"{engine} x 1") and case["figures"]["tokens/s"] == row["tokens_per_s"]
+    assert report["columns"] == list(case["figures"]) and case["sizes"]["devices"] == 1
     assert (row["engine"], row["engines"], row["samples"], row["sequences"]) == (engine, 1, 4, 64)
     assert row["slots"] == (64 if engine == "hf" else 16)
     assert 64 <= row["response_tokens"] <= 64 * 64 and row["longest_response"] <= 64

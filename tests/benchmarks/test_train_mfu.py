@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.train_mfu import main
-from benchmarks.training.measurement import bubble_share, describe
+from benchmarks.training.measurement import bubble_share, describe, describe_table
 from benchmarks.training.model_presets import PRESETS, write_model_folder
 from benchmarks.training.workload import LengthDistribution, TrainingWork, doubled, make_work
 from megappo.balance.layout import RankLayout
@@ -93,7 +93,13 @@ def test_every_preset_is_of_a_family_that_can_be_trained(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama3_8b", 8.0), ("qwen3_30b_a3b", 3.3), ("deepseek_v3_sized", 35), ("qwen2_5_0_5b", 0.63)],
+    [
+        ("llama3_8b", 8.0),
+        ("qwen3_30b_a3b", 3.3),
+        ("deepseek_v3_sized", 35),
+        ("qwen2_5_0_5b", 0.63),
+        ("qwen2_5_1_5b", 1.78),
+    ],
 )
 def test_presets_have_the_active_parameters_they_are_known_for(name: str, billions: float):
     flops = model_flops(PRESETS[name])
@@ -108,6 +114,7 @@ def test_presets_have_the_active_parameters_they_are_known_for(name: str, billio
         (["--ray", "cluster.pools.main=4", "actor.parallelism.pipeline=3"], "pipeline=3 must divide"),
         (["batching.micro_batch_token=9"], "did you mean batching.micro_batch_tokens?"),
         (["--model", "nothing"], "--model=nothing is no preset"),
+        (["--sweep", "seed=1", "--sweep", "actor.parallelism.tensor=3"], "actor.parallelism.tensor=3 must divide"),
         (["--longest", "5000"], "--longest=5000 must be from 2 to the model's 4096 positions"),
         (["--steps", "0", "--prompt-share", "1"], "--prompt-share=1.0 must be at least 0 and less than 1"),
     ],
@@ -132,8 +139,12 @@ def run(command: list[str], output: Path) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(output.read_text())
-    assert "\n".join(describe(report)) in done.stdout
-    return report
+    rows = [case["details"] for case in report["cases"].values()]
+    for row in rows:
+        assert "\n".join(describe(row)) in done.stdout
+    if len(rows) > 1:
+        assert "\n".join(describe_table(report)) in done.stdout
+    return rows[-1]
 
 
 def check_report(report: dict[str, Any], layout: dict[str, int]) -> None:
@@ -148,11 +159,17 @@ def check_report(report: dict[str, Any], layout: dict[str, int]) -> None:
     assert report["peak_memory_bytes"] > 2**20
 
 
-def test_torchrun_measures_two_tensor_parallel_ranks(tmp_path: Path):
+def test_torchrun_measures_two_layouts_of_two_ranks_one_after_the_other(tmp_path: Path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.train_mfu"]
-    report = run([*launcher, "actor.parallelism.tensor=2"], tmp_path / "report.json")
+    sweep = ["--sweep", "actor.optim.distributed=true", "--sweep", "actor.parallelism.tensor=2"]
+    report = run([*launcher, *sweep], tmp_path / "report.json")
     check_report(report, {"tensor": 2, "data": 1})
     assert (report["launcher"], report["bubble_share"]) == ("torchrun", 0)
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert list(written["cases"]) == ["actor.optim.distributed=true", "actor.parallelism.tensor=2"]
+    check_report(written["cases"]["actor.optim.distributed=true"]["details"], {"tensor": 1, "data": 2})
+    figures = written["cases"]["actor.parallelism.tensor=2"]["figures"]
+    assert written["columns"] == list(figures) and figures["hand-over s"] > 0 and figures["update MFU"] is None
     lengths = LengthDistribution(mean=24, spread=0.6, longest=64, prompt_share=0.25).draw(32, seed=0)
     assert report["tokens"] == lengths.sum()
 

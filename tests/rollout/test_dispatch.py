@@ -45,6 +45,20 @@ def test_an_engine_gets_what_it_can_run_and_a_quarter_more_one_group_per_call() 
     assert keys(dispatcher.assign(1.0)) == {0: [5]}
 
 
+def test_room_comes_back_with_every_group_that_an_engine_gives_up() -> None:
+    dispatcher = Dispatcher(slow_factor=2.0)
+    dispatcher.add_engine(0, at_once=16)
+    dispatcher.add([work(key, num_samples=8 if key < 2 else 4) for key in range(9)])
+    assert keys(dispatcher.assign(0.0)) == {0: [0, 1, 2]}, "8 + 8 + 4 of 20 sequences"
+    dispatcher.give_back(0, [1, 2])
+    assert keys(dispatcher.assign(0.0)) == {0: [1, 2]}
+    dispatcher.returned(0, 0, finished(10, samples=8), 1.0)
+    assert keys(dispatcher.assign(1.0)) == {0: [3, 4]}, "two of 4 in the place of one of 8"
+    for key in (1, 2, 3, 4):
+        dispatcher.returned(0, key, finished(10), 2.0)
+    assert keys(dispatcher.assign(2.0)) == {0: [5, 6, 7, 8]}
+
+
 def test_an_engine_without_continuous_batching_gets_its_share_in_one_call_of_one_batch() -> None:
     dispatcher = Dispatcher(slow_factor=2.0)
     dispatcher.add_engine(0, at_once=None)

@@ -1,0 +1,5 @@
+# shellcheck shell=bash
+# H100, H800: what any NVIDIA GPU needs.
+
+# shellcheck source=launch/env/nvidia.sh
+. "${BASH_SOURCE[0]%/*}/nvidia.sh"
