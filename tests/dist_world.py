@@ -1,8 +1,8 @@
 """One long-lived gloo world of up to four processes, shared by all tests of a pytest session.
 
-Starting processes with torch and Megatron takes many seconds, so they start once (as many as are asked for) and then
-run job after job. A job is a function of a test module or of a module beside it; every rank calls it with the same
-arguments and its result comes back pickled:
+Importing torch and Megatron takes many seconds, so one process does it, ranks are its forks (as many as are asked for),
+and they run job after job. A job is a function of a test module or of a module beside it; every rank calls it with the
+same arguments and its result comes back pickled:
 
     def logits_of(path):                       # at module level: ranks import it by file and name
         ...                                    # torch.distributed and Megatron's groups are initialised
@@ -19,6 +19,7 @@ rank and its traceback; a job past its deadline ends the processes, and the next
 
 import contextlib
 import ctypes
+import importlib
 import importlib.util
 import inspect
 import os
@@ -31,11 +32,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import psutil
 
 from megappo.config.parallelism import ParallelismConfig
 
@@ -51,11 +54,19 @@ class RankError(Exception):
 
 
 class DistWorld:
-    """The processes, seen from the test session."""
+    """The processes, seen from the test session.
 
-    def __init__(self) -> None:
+    Args:
+        imported: modules that ranks have from their start.
+    """
+
+    def __init__(self, imported: Sequence[str] = ("megappo.train.actor", "transformers")) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dist-world-")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._imported = imported
+        self._parent: subprocess.Popen[bytes] | None = None
+        self._orders: Connection | None = None
+        """To the parent of the ranks."""
+        self._processes: list[psutil.Process] = []
         self._pipes: list[Connection] = []
 
     def run(
@@ -87,19 +98,26 @@ class DistWorld:
     def _start(self, size: int) -> None:
         """Start ranks until there are `size`."""
         assert size <= MAX_RANKS, f"{size} ranks asked for, at most {MAX_RANKS}"
-        if any(process.poll() is not None for process in self._processes):
-            self.stop()
+        if not all(process.is_running() for process in self._processes):
+            self._stop_ranks()
+        orders = self._orders or self._start_parent()
+        for rank in range(len(self._processes), size):
+            listener = self._listen()
+            orders.send((rank, listener.address))
+            self._processes.append(psutil.Process(orders.recv()))
+            self._pipes.append(_accept(listener))
+
+    def _start_parent(self) -> Connection:
+        """Start the process that ranks are forked from; returns the way to it."""
+        listener = self._listen()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        new = range(len(self._processes), size)
-        addresses = [str(Path(self._folder.name) / f"{time.monotonic_ns()}-{rank}") for rank in new]
-        listeners = [Listener(address, authkey=_KEY) for address in addresses]
-        for rank, listener in zip(new, listeners):
-            command = [sys.executable, "-W", "ignore", __file__, str(rank), str(listener.address)]
-            self._processes.append(subprocess.Popen(command, env=environment | {"RANK": str(rank)}))
-        for listener in listeners:
-            listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]  # accept() has no timeout
-            self._pipes.append(listener.accept())
-            listener.close()
+        command = [sys.executable, "-W", "ignore", __file__, str(listener.address), *self._imported]
+        self._parent = subprocess.Popen(command, env=environment)
+        self._orders = _accept(listener)
+        return self._orders
+
+    def _listen(self) -> Listener:
+        return Listener(str(Path(self._folder.name) / str(time.monotonic_ns())), authkey=_KEY)
 
     def _collect(self, size: int, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -109,7 +127,7 @@ class DistWorld:
             ready = wait([self._pipes[rank] for rank in open_ranks], max(0.0, deadline - time.monotonic()))
             if not ready:
                 failures.update(dict.fromkeys(open_ranks, "no answer before the deadline; the processes were ended"))
-                self.stop()
+                self._stop_ranks()
                 break
             for rank in [rank for rank in open_ranks if self._pipes[rank] in ready]:
                 try:
@@ -125,13 +143,27 @@ class DistWorld:
 
     def stop(self) -> None:
         """End all processes; the next job starts new ones."""
+        self._stop_ranks()
+        if self._parent is not None and self._orders is not None:
+            self._orders.close()
+            self._parent.kill()
+            self._parent.wait()
+        self._parent, self._orders = None, None
+
+    def _stop_ranks(self) -> None:
         for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._processes)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+
+def _accept(listener: Listener) -> Connection:
+    listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]  # accept() has no timeout
+    with listener:
+        return listener.accept()
 
 
 def free_port() -> int:
@@ -143,9 +175,37 @@ def free_port() -> int:
             return port
 
 
+def _end_with_parent() -> None:
+    """Never outlive the process that started this one, not even in a hang."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _fork_ranks(address: str, imported: Sequence[str]) -> None:
+    """Fork a rank for every order, (rank, address), and answer with its process, until the session closes its end."""
+    _end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for ranks
+    orders = Client(address, authkey=_KEY)
+    for name in imported:
+        importlib.import_module(name)
+    while True:
+        try:
+            rank, own_address = orders.recv()
+        except EOFError:
+            return
+        process = os.fork()
+        if process:
+            orders.send(process)
+            continue
+        orders.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ["RANK"] = str(rank)
+        _serve(rank, own_address)
+        return
+
+
 def _serve(rank: int, address: str) -> None:
     """Run jobs until the session closes its end."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the session, not even in a hang
+    _end_with_parent()
     pipe = Client(address, authkey=_KEY)
     while True:
         try:
@@ -194,4 +254,4 @@ def _load_module(name: str, file: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2])
+    _fork_ranks(sys.argv[1], sys.argv[2:])

@@ -98,6 +98,8 @@ _VERDICTS: dict[str, tuple[Verdict, str]] = {
             "run",
             "tracking",
             "record",
+            "trace",
+            "profile",
             "sft",
             "rm",
             "checkpoint",
@@ -121,10 +123,17 @@ _VERDICTS: dict[str, tuple[Verdict, str]] = {
             "rollout.parity",
             "rollout.recovery",
             "weight_sync",
+            "watchdog",
+            "restart",
         ),
         (Verdict.ignored, _NO_NUMBER),
     ),
 }
+
+_STEPS_OF_EPOCHS = (
+    "trainer.total_epochs counts steps of one size, and those so far were of another (trainer.total_steps=N says by "
+    "itself when the run ends)"
+)
 
 _SAME_ROWS = "the rows are compared when the run starts, and others are refused"
 _BATCHES = "the position in the data is one in the batches of the checkpoint"
@@ -137,7 +146,7 @@ _SUPERVISED: dict[str, tuple[Verdict, str]] = {
     "max_tokens": (Verdict.allowed, _SAME_ROWS),
     "over_long": (Verdict.allowed, _SAME_ROWS),
     "train_on": (Verdict.allowed, _SAME_ROWS),
-    **dict.fromkeys(("output", "save_freq", "test_freq", "mlflow"), (Verdict.ignored, _NO_NUMBER)),
+    **dict.fromkeys(("output", "save_freq", "test_freq", "tracked"), (Verdict.ignored, _NO_NUMBER)),
 }
 """Keys of the section that a command of supervised training reads."""
 _ONLY_OF_PPO = (
@@ -178,6 +187,8 @@ def compare_configs(saved: Tree, wanted: Tree, *, section: str | None = None) ->
             verdict, reason = Verdict.allowed, "the critic of the checkpoint is left behind"
         elif key.endswith(".optim.momentum") and bool(old) != bool(new) and verdict is not Verdict.ignored:
             verdict, reason = Verdict.refused, _OPTIMIZER  # SGD has state with momentum only
+        elif key == "batching.prompts_per_step" and verdict is Verdict.allowed and _ends_by_epochs(wanted):
+            verdict, reason = Verdict.refused, _STEPS_OF_EPOCHS
         differences.append(Difference(key=key, saved=old, wanted=new, verdict=verdict, reason=reason))
     return differences
 
@@ -226,6 +237,11 @@ def _trains_critic(config: Tree) -> bool | None:
     advantage: Tree = config.get("algorithm", {}).get("advantage", {})
     declaration = ESTIMATOR_DECLARATIONS.get(advantage.get("name", RunConfig().algorithm.advantage.name))
     return None if declaration is None else declaration.needs_values
+
+
+def _ends_by_epochs(config: Tree) -> bool:
+    """Whether passes over the prompts say when a run of `megappo train` ends."""
+    return config.get("trainer", {}).get("total_steps") is None
 
 
 def _plain(value: object) -> Any:  # Any: as in Tree

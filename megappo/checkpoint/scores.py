@@ -28,10 +28,24 @@ class Scores:
 
 def read_scores(directory: Path, metric: str) -> Scores:
     """Return the values of `metric`; none where the file is missing, damaged or of another metric."""
+    found = _read(directory)
+    return found if found is not None and found.metric == metric else Scores(metric=metric)
+
+
+def forget_scores(directory: Path, *, after: int) -> None:
+    """Drop the values of steps after `after`, which are to be made again. Raises OSError."""
+    found = _read(directory)
+    if found is not None and any(step > after for step in found.values):
+        kept = {step: value for step, value in found.values.items() if step <= after}
+        Scores(metric=found.metric, values=kept).write(directory)
+
+
+def _read(directory: Path) -> Scores | None:
+    """Return what the file holds; None where it is missing or damaged."""
     try:
         # Any: JSON
         content: dict[str, Any] = json.loads((directory / SCORES).read_text(encoding="utf-8"))
         values = {int(step): float(value) for step, value in content["steps"].items()}
-        return Scores(metric=metric, values=values if content["metric"] == metric else {})
+        return Scores(metric=str(content["metric"]), values=values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Scores(metric=metric)
+        return None

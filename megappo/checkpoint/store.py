@@ -29,7 +29,7 @@ from megappo.checkpoint.names import (
     step_of,
 )
 from megappo.checkpoint.retention import best_step, steps_to_delete
-from megappo.checkpoint.scores import read_scores
+from megappo.checkpoint.scores import forget_scores, read_scores
 from megappo.config.checkpoint import CheckpointConfig
 from megappo.errors import CheckpointError, StorageError, listed
 
@@ -77,6 +77,7 @@ class CheckpointStore:
         checkpoints = checkpoints_in(self.directory)
         done: list[str] = []
         with explained(f"{self.directory} cannot go on from step {step}"):
+            forget_scores(self.directory, after=step)
             if step in checkpoints and read_pointer(self.directory) != step_name(step):
                 replace_file(self.directory / LATEST, step_name(step))
             for newer in sorted((found for found in checkpoints if found > step), reverse=True):

@@ -82,14 +82,22 @@ def require_shared(sets: Mapping[str, Sequence[Prompt]], other: Sequence[Mapping
 
 
 def compare(
-    mine: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], config: RunConfig
+    mine: Sequence[Mapping[str, Any]],
+    other: Sequence[Mapping[str, Any]],
+    config: RunConfig,
+    *,
+    left_out: tuple[str, ...] = (),
 ) -> list[Difference]:
-    """Return the differences of two evaluations, set by set, of the prompts that both have."""
+    """Return the differences of two evaluations, set by set, of the prompts that both have.
+
+    Args:
+        left_out: how the names of statistics begin that mean something else in the two.
+    """
     theirs = {_key(line): line for line in other}
     pairs = [(line, theirs[_key(line)]) for line in mine if _key(line) in theirs]
     found: dict[tuple[str, str], list[float]] = {}
     for ours, its in pairs:
-        for statistic in _shared(ours, its):
+        for statistic in _shared(ours, its, left_out):
             if ours[statistic] is not None and its[statistic] is not None:
                 found.setdefault((ours["set"], statistic), []).append(ours[statistic] - its[statistic])
     return [_difference(*key, np.array(values), config) for key, values in found.items()]
@@ -99,11 +107,11 @@ def _key(line: Mapping[str, Any]) -> tuple[str, str, int, str]:
     return line["set"], line["source"], line["row"], line["sha256"]
 
 
-def _shared(ours: Mapping[str, Any], its: Mapping[str, Any]) -> list[str]:
+def _shared(ours: Mapping[str, Any], its: Mapping[str, Any], left_out: tuple[str, ...]) -> list[str]:
     """Return the statistics that mean the same in both: the best of 8 answers is no match for the best of 4."""
     own = (*_NAMED_BY, "samples")
-    left_out = own if ours["samples"] == its["samples"] else (*own, *_OF_ALL_ANSWERS)
-    return [name for name in ours if name in its and name not in left_out]
+    others = own if ours["samples"] == its["samples"] else (*own, *_OF_ALL_ANSWERS)
+    return [name for name in ours if name in its and name not in others and not name.startswith(left_out)]
 
 
 def _difference(set_name: str, statistic: str, values: np.ndarray, config: RunConfig) -> Difference:

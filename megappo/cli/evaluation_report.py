@@ -3,20 +3,14 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megappo.cli.evaluation_pairs import Difference
 from megappo.config.validation import ValidationConfig, statistic_names
-from megappo.controller.evaluate import Evaluation
 from megappo.controller.judge import Answer, AnsweredPrompt, AnsweredSet, GroupReport, SetReport, Statistic
 from megappo.observability.console import RunConsole
 from megappo.observability.run_directory import write_file
-from megappo.observability.tracker import Row
-
-_TABLE_ROWS = 1000
-"""Answers of an evaluation that trackers get; the file has all of them."""
 
 
 def heading_of(name: str, validation: ValidationConfig) -> str:
@@ -173,12 +167,3 @@ def _line(prompt: AnsweredPrompt, answer: Answer) -> dict[str, Any]:
         "finish_reason": info.finish_reason,
         "response_tokens": info.response_tokens,
     }
-
-
-def table_rows(evaluation: Evaluation) -> list[Row]:
-    """Return the first answers for a tracker's table."""
-    columns = ("set", "source", "row", "prompt", "response", "answer", "score", "finish_reason", "response_tokens")
-    return [
-        {column: line[column] for column in columns}
-        for line in islice(generation_lines(evaluation.answered), _TABLE_ROWS)
-    ]

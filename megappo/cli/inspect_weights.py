@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megappo.cli.starting_model import write_starting_config
 from megappo.config.file_rules import is_made_by_sft, model_folders_fit
 from megappo.config.run import RunConfig
 from megappo.config.store import load_run_config
@@ -75,13 +76,8 @@ def _architecture(config: RunConfig) -> ModelArchitecture:
         if violations := model_folders_fit(config):
             raise ConfigError(violations)
         return read_architecture(config.model.path)
-    # transformers takes seconds to import.
-    from megappo.data.starting_tokenizer import starting_tokenizer
-    from megappo.models.random_model import random_model_config
-
     with TemporaryDirectory() as folder:
-        random_model_config(random_model, starting_tokenizer(config.data)).save_pretrained(folder)
-        return read_architecture(folder)
+        return read_architecture(write_starting_config(random_model, config.data, Path(folder)))
 
 
 def _read_links(entries: Sequence[str]) -> dict[str, float]:

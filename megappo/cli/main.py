@@ -6,13 +6,19 @@ Exit codes: 0 done, 1 the run failed, 2 the configuration or the arguments are w
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megappo import __version__
 from megappo.cli.convert_options import add_convert, add_export
+from megappo.cli.launch import add_launch
+from megappo.cli.track import add_track
 from megappo.errors import INTERRUPTED, MegappoError
+
+if TYPE_CHECKING:
+    from megappo.config.run import RunConfig
+    from megappo.config.store import Rule
 
 _OVERRIDES_HELP = "group=choice or key=value, for example experiment=quickstart trainer.total_steps=20 seed=1"
 _TRAIN_HELP = (
@@ -56,49 +62,102 @@ def make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("overrides", nargs="*", metavar="override", help=overrides)
         command.set_defaults(command=function)
+    _add_check(commands)
     _add_evaluate(commands)
     _add_inspect(commands)
     _add_replay(commands)
     add_convert(commands)
     add_export(commands)
+    add_launch(commands)
+    add_track(commands)
     return parser
 
 
 def _train(parsed: argparse.Namespace) -> int:
     from megappo.cli.rewards import rewards_can_be_made
     from megappo.config.rules import check_config, check_files
-    from megappo.config.store import load_run_config
 
-    config = load_run_config(parsed.overrides, rules=(check_config, check_files, rewards_can_be_made))
-    from megappo.cli.train import train
+    def run(config: "RunConfig") -> int:
+        from megappo.cli.train import train
 
-    return train(config)
+        return train(config)
+
+    return _restartable("train", run, parsed.overrides, rules=(check_config, check_files, rewards_can_be_made))
 
 
 def _sft(parsed: argparse.Namespace) -> int:
     from megappo.config.rules import check_config, check_sft_files
-    from megappo.config.store import load_run_config
 
-    config = load_run_config(parsed.overrides, rules=(check_config, check_sft_files))
-    from megappo.cli.sft import sft
+    def run(config: "RunConfig") -> int:
+        from megappo.cli.sft import sft
 
-    return sft(config)
+        return sft(config)
+
+    return _restartable("sft", run, parsed.overrides, rules=(check_config, check_sft_files))
 
 
 def _rm(parsed: argparse.Namespace) -> int:
     from megappo.config.rules import check_config, check_rm
+
+    def run(config: "RunConfig") -> int:
+        from megappo.cli.rm import rm
+
+        return rm(config)
+
+    return _restartable("rm", run, parsed.overrides, rules=(check_config, check_rm))
+
+
+def _restartable(
+    command: str, run: Callable[["RunConfig"], int], overrides: Sequence[str], *, rules: Sequence["Rule"]
+) -> int:
+    """Run a command that trains: here, or in processes of its own that are started again."""
+    from megappo.cli.restart import run_with_restarts
+    from megappo.config.restart_rules import checkpoints_of
     from megappo.config.store import load_run_config
 
-    config = load_run_config(parsed.overrides, rules=(check_config, check_rm))
-    from megappo.cli.rm import rm
-
-    return rm(config)
+    config = load_run_config(overrides, rules=(*rules, checkpoints_of(command)))
+    code = run_with_restarts(config, command, overrides)
+    return run(config) if code is None else code
 
 
 def _config(parsed: argparse.Namespace) -> int:
     from megappo.cli.config import print_config
 
     return print_config(parsed.overrides)
+
+
+# Any: as in _add_inspect.
+def _add_check(commands: Any) -> None:
+    text = "what a run would do and need on a cluster: rules, batches, placement, memory, hand-over; nothing is started"
+    parser = commands.add_parser("check", help=text, description=f"{text}. Exit code 1: it cannot run.")
+    parser.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES_HELP)
+    parser.add_argument("--nodes", type=int, help="machines (default: as many as the pools need)")
+    parser.add_argument("--devices-per-node", type=int, help="devices of each (default: 8 GPUs)")
+    parser.add_argument("--device", help="cpu, a100-40, a100-80, h100, h200, b200, gb200, or cuda for another GPU")
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="memory of a device (default: the device's)")
+    file = "YAML file with nodes, devices_per_node, device and device_memory_gib, instead of the four options"
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help=file)
+    model = "config.json, folder or preset (such as llama3_8b) that stands for a model that is not on this machine"
+    parser.add_argument("--model-config", metavar="MODEL", help=model)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=_check)
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from megappo.cli.check import CheckArguments, check
+
+    return check(
+        CheckArguments(
+            overrides=parsed.overrides,
+            cluster=parsed.cluster,
+            nodes=parsed.nodes,
+            devices_per_node=parsed.devices_per_node,
+            device=parsed.device,
+            device_memory=parsed.device_memory,
+            model_config=parsed.model_config,
+            as_json=parsed.json,
+        )
+    )
 
 
 # Any: as in _add_inspect.

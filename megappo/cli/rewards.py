@@ -6,17 +6,33 @@ from typing import TypeVar
 
 from megappo.config.data import DataConfig, SourceConfig
 from megappo.config.reward import RewardTerm, RewardTerms
-from megappo.config.reward_rules import reward_keys
+from megappo.config.reward_rules import asks_reward_model, reward_keys
 from megappo.config.run import RunConfig
-from megappo.errors import Violation
+from megappo.errors import CheckpointError, Violation
 from megappo.rewards import reward_violations
 
 Section = TypeVar("Section", bound=RewardTerms)
 
 
 def rewards_can_be_made(config: RunConfig) -> list[Violation]:
-    """Every reward is made once, so that faults in its name and parameters show before anything starts."""
-    return reward_violations(reward_keys(config))
+    """Every reward is made once, so that faults in its name and parameters show before anything starts; of the reward
+    model, whose folder another rule looks for, the names in its files are read."""
+    return reward_violations(reward_keys(config), timeout_s=config.reward.timeout_s) + _reward_model_scores(config)
+
+
+def _reward_model_scores(config: RunConfig) -> list[Violation]:
+    folder = config.reward_model.path
+    if not asks_reward_model(config) or folder is None or not (Path(folder) / "config.json").is_file():
+        return []
+    # torch takes seconds to import, and few runs have such a model.
+    from megappo.weights.score_head import check_score_head
+
+    try:
+        check_score_head(folder, needed=True)
+    except CheckpointError as error:
+        remedy = "docs/reward_models.md tells how to make one"
+        return [Violation(key="reward_model.path", value=folder, rule=f"cannot score: {error}", remedy=remedy)]
+    return []
 
 
 def settle_rewards(config: RunConfig) -> RunConfig:

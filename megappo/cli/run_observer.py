@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megappo.checkpoint.names import step_name
-from megappo.cli.evaluation_report import line_of, print_tables, table_rows, write_generations
+from megappo.cli.evaluation_report import generation_lines, line_of, print_tables, write_generations
 from megappo.cli.run_record import RunRecord
 from megappo.config.run import RunConfig
 from megappo.config.validation import metric_prefix
@@ -16,11 +16,13 @@ from megappo.config.validation_rules import validation_sets_of
 from megappo.controller.evaluate import Evaluation
 from megappo.controller.rollouts import ScoredRollouts
 from megappo.controller.step import StepResult
+from megappo.observability.busy_table import BUSY_HEADINGS, BusyTable
 from megappo.observability.console import RunConsole
 from megappo.observability.metrics import values
 from megappo.observability.plot import Curve, plot_reward_curve
 from megappo.observability.run_directory import RunDirectory, must_be_written
-from megappo.observability.tracker import Tracker
+from megappo.observability.run_files import table_rows
+from megappo.observability.tracker import Line, RunTracker
 
 _WINDOW = 10
 """Steps averaged at both ends of a run for the summary."""
@@ -31,15 +33,21 @@ class RunObserver(RunRecord):
     """Port `LoopObserver`: tells people and trackers what the loop does, and writes the summary at the end."""
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[Tracker]
+        self, config: RunConfig, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[RunTracker]
     ) -> None:
         super().__init__(directory, console=console, trackers=trackers)
         self._config = config
+        self._recall([])
+
+    def _recall(self, lines: Sequence[Line]) -> None:
         self._rewards: list[tuple[int, float]] = []
-        self._validations: dict[str, list[tuple[int, float]]] = {name: [] for name in validation_sets_of(config)}
+        self._validations: dict[str, list[tuple[int, float]]] = {name: [] for name in validation_sets_of(self._config)}
         """Mean reward by set."""
         self._first_difference: float | None = None
         self._weight_version: int | None = None
+        self.busy = BusyTable()
+        for number, numbers in lines:
+            self._remember(number, numbers)
 
     def on_start(self, step: int, checkpoint: Path | None) -> bool:
         """Go on with the record of a resumed run: what it holds of steps after its checkpoint is dropped, what is
@@ -47,8 +55,6 @@ class RunObserver(RunRecord):
         if (lines := self._continue(step, checkpoint)) is None:
             return True
         self._directory.drop_steps_after(step)
-        for number, numbers in lines:
-            self._remember(number, numbers)
         return bool(lines) and lines[-1][0] == step
 
     def on_step(self, step: int, total_steps: int, result: StepResult) -> None:
@@ -58,12 +64,8 @@ class RunObserver(RunRecord):
         # First, since a step whose line is written counts as told of when the run is resumed.
         self._write_rollouts(step, result.rollouts)
         self._log(step, numbers)
-        self._console.step(step, total_steps, numbers)
-
-    def _log(self, step: int, numbers: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
         self._remember(step, numbers)
+        self._console.step(step, total_steps, numbers)
 
     def _remember(self, step: int, numbers: Mapping[str, float]) -> None:
         """Keep what the summary and the curve need of one line; that of step 0 is a validation."""
@@ -76,6 +78,7 @@ class RunObserver(RunRecord):
         self._weight_version = round(numbers["weights/version"])
         if self._first_difference is None:
             self._first_difference = numbers.get(_DIFFERENCE)
+        self.busy.add(numbers)
 
     def on_answered(self, done: int, expected: int) -> None:
         """Show how far a validation is."""
@@ -84,7 +87,8 @@ class RunObserver(RunRecord):
     def on_validation(self, step: int, evaluation: Evaluation) -> None:
         """Tell of a finished validation; its numbers are in the line of the step before it, which is written later."""
         if step == 0:
-            self._log(step, values(evaluation.metrics))
+            self._log(step, numbers := values(evaluation.metrics))
+            self._remember(step, numbers)
         for report in evaluation.reports:
             self._console.note(f"validation after step {step}: {line_of(report, self._config.validation)}")
         if any(report.sources for report in evaluation.reports):
@@ -92,7 +96,7 @@ class RunObserver(RunRecord):
         if self._config.validation.save_generations:
             write_generations(self._directory.generations / f"{step_name(step)}.jsonl", evaluation.answered)
             for tracker in self._trackers:
-                tracker.table(f"generations/{step_name(step)}", table_rows(evaluation))
+                tracker.table(f"generations/{step_name(step)}", table_rows(generation_lines(evaluation.answered)))
 
     def _write_rollouts(self, step: int, rollouts: ScoredRollouts) -> None:
         """Append the texts of the first few sequences to rollouts/step_000001.jsonl."""
@@ -135,8 +139,9 @@ class RunObserver(RunRecord):
                 training=_curve(self._rewards),
                 validation={name or "validation": _curve(points) for name, points in self._validations.items()},
             )
-        files = (self._directory.config, self._directory.curve, self._directory.summary)
-        self._close(summary, exit_reason, files)
+        if rows := self.busy.rows():
+            self._console.grid("Busy, of the steps that were traced", BUSY_HEADINGS, rows)
+        self._close(summary, exit_reason)
         return summary
 
     def _validation_reward(self, position: int) -> float | dict[str, float] | None:

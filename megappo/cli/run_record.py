@@ -1,52 +1,39 @@
 """What every command that trains tells and writes of its run, and how it ends, however that is."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megappo.cli.restart import restarts_so_far
 from megappo.cli.signals import GO_ON, SIGTERM, StopSignals
 from megappo.config.record import TrackingConfig
 from megappo.config.run import RunConfig
 from megappo.controller.stopping import StopRequest
 from megappo.errors import INTERRUPTED, MegappoError
+from megappo.observability.background_tracker import close_all
 from megappo.observability.console import RunConsole
 from megappo.observability.logging import get_logger
-from megappo.observability.mlflow_tracker import MlflowTracker, open_command, store_uri
 from megappo.observability.run_directory import RunDirectory, write_summary
-from megappo.observability.tracker import BackgroundTracker, JsonlTracker, Tracker, keep_lines
+from megappo.observability.run_files import RunFiles, tracker_status
+from megappo.observability.tracker import WALL_TIME, Line, RunTracker, keep_lines, lines_until
+from megappo.observability.tracker_spec import TrackerSpec
+from megappo.observability.trackers import make_run_trackers, places_of
 
 logger = get_logger(__name__)
 
-_TRACKER_STATUS = {"completed": "finished", "interrupted": "interrupted"}
-"""How a run ended -> how trackers call it; anything else is a failure."""
+
+def make_trackers(config: RunConfig, directory: RunDirectory, console: RunConsole) -> list[RunTracker]:
+    """Return metrics.jsonl and the configured trackers, each in a thread of its own."""
+    spec = TrackerSpec(config=config.tracking, run_name=config.run.name, directory=directory)
+    return make_run_trackers(spec, console.note)
 
 
-def make_trackers(config: RunConfig, directory: RunDirectory, console: RunConsole) -> list[Tracker]:
-    """Return metrics.jsonl and, if configured, MLflow in a thread of its own."""
-    trackers: list[Tracker] = [JsonlTracker(directory.metrics)]
-    if config.tracking.mlflow:
-        uri = store_uri(config.tracking.mlflow_uri, directory.database)
-        trackers.append(
-            BackgroundTracker(
-                lambda: MlflowTracker(
-                    uri=uri,
-                    experiment=config.tracking.experiment,
-                    run_name=config.run.name,
-                    artifacts=directory.path / "mlflow",
-                    id_file=directory.mlflow_run,
-                ),
-                name="MLflow",
-                warn=console.note,
-            )
-        )
-    return trackers
-
-
-class RunRecord:
+class RunRecord(ABC):
     """The part of an observer that does not depend on what is trained."""
 
-    def __init__(self, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[RunTracker]) -> None:
         self._directory = directory
         self._console = console
         self._trackers = trackers
@@ -54,6 +41,13 @@ class RunRecord:
         self.checkpoint: Path | None = None
         """The newest one."""
         self.last_step = 0
+
+    def expect(self, step: int, checkpoint: Path) -> None:
+        """Remember, before anything is started, what the run is to go on from: one that ends before its first step is
+        summed up with that."""
+        self.last_step, self.checkpoint = step, checkpoint
+        if self._directory.holds(checkpoint):
+            self._recall(lines_until(self._directory.metrics, last_step=step))
 
     def on_phase(self, text: str) -> None:
         """Something that takes time begins."""
@@ -69,17 +63,30 @@ class RunRecord:
         self.checkpoint = folder
         self._console.note(f"saved {folder}")
 
-    def _continue(self, step: int, checkpoint: Path | None) -> list[tuple[int, dict[str, float]]] | None:
+    @abstractmethod
+    def _recall(self, lines: Sequence[Line]) -> None:
+        """Keep what the summary needs of these lines of metrics.jsonl, and nothing of any others."""
+
+    def _continue(self, step: int, checkpoint: Path | None) -> list[Line] | None:
         """Go on after a step. Returns the lines of a resumed run up to its checkpoint, those after it being dropped;
         None: the run has a record of its own, as one that begins with another run's checkpoint does."""
         self.last_step = step
         self.checkpoint = checkpoint
-        if checkpoint is None or not self._directory.holds(checkpoint):
-            return None
-        lines = keep_lines(self._directory.metrics, last_step=step)
+        lines: list[Line] | None = None
+        if checkpoint is not None and self._directory.holds(checkpoint):
+            lines = keep_lines(self._directory.metrics, last_step=step)
+            self._recall(lines)
         for tracker in self._trackers:
-            tracker.continue_run(lines)
+            tracker.begin()
         return lines
+
+    def _log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Give the numbers of a step to the trackers, with the time."""
+        timed = {**numbers, WALL_TIME: time.time()}
+        if (restarts := restarts_so_far()) is not None:
+            timed["perf/restarts"] = restarts
+        for tracker in self._trackers:
+            tracker.log(step, timed)
 
     @property
     def _wall_s(self) -> float:
@@ -90,14 +97,13 @@ class RunRecord:
         saved = f"checkpoint {self.checkpoint}" if self.checkpoint else f"no checkpoint ({key})"
         return f"metrics of {num_steps} steps in {self._directory.metrics}; {saved}"
 
-    def _close(self, summary: Mapping[str, object], exit_reason: str, files: Sequence[Path]) -> None:
-        """Write summary.json, and close the trackers, which take the files that are there."""
+    def _close(self, summary: Mapping[str, object], exit_reason: str) -> None:
+        """Write summary.json, and close the trackers, which take the files of the run."""
         write_summary(self._directory, summary)
-        for tracker in self._trackers:
-            for path in files:
-                if path.exists():
-                    tracker.artifact(path)
-            tracker.close(_TRACKER_STATUS.get(exit_reason, "failed"))
+        for path in RunFiles(self._directory).files():
+            for tracker in self._trackers:
+                tracker.artifact(path)
+        close_all(self._trackers, tracker_status(exit_reason))
 
 
 class Ending(Protocol):
@@ -155,8 +161,7 @@ def _ended_early(can_be_started_again: bool, observer: Ending) -> int:
 def say_where(
     console: RunConsole, directory: RunDirectory, files: Mapping[str, Path], tracking: TrackingConfig
 ) -> None:
-    """Print where to look: files by name, and MLflow."""
-    places = [f"{name:<13}{path}" for name, path in files.items()]
-    if tracking.mlflow:
-        places.append(f"{'in MLflow':<13}{open_command(store_uri(tracking.mlflow_uri, directory.database))}")
+    """Print where to look: files by name, and trackers."""
+    places = [f"{name:<15}{path}" for name, path in files.items()]
+    places += [f"{name:<15}{command}" for name, command in places_of(tracking, directory).items()]
     console.lines("Look at", places)

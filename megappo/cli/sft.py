@@ -28,6 +28,7 @@ from megappo.errors import ConfigError
 from megappo.models.architecture import read_config
 from megappo.models.random_model import make_random_model
 from megappo.observability.console import RunConsole
+from megappo.weights.safetensors_io import HuggingFaceWeights
 
 _COUNTS = {
     "bad": "left out: there is nothing to train on, or not exactly",
@@ -96,10 +97,16 @@ def _train(run: SupervisedRun, material: _Material, backend: Backend) -> bool:
 
 
 def _read(config: RunConfig, console: RunConsole) -> _Material:
-    """Read the rows that are trained on and measured. Raises DataError."""
+    """Read the rows that are trained on and measured.
+
+    Raises:
+        CheckpointError: the model's folder holds no weights.
+        DataError: a row cannot be used, or none is left.
+    """
     settings, data = config.sft, config.data
     if settings.random_model is None:
         tokenizer = load_tokenizer(config.model.path, data.chat_template)
+        HuggingFaceWeights(config.model.path)  # that there are any
         positions: int | None = read_config(Path(config.model.path)).get("max_position_embeddings")
     else:
         tokenizer = with_chat_template(starting_tokenizer(data), data.chat_template)

@@ -3,7 +3,7 @@ and telling what became of it. `cli.sft` is an example of its use.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from megappo.observability.console import RunConsole
 from megappo.observability.logging import log_to_file
 from megappo.observability.metrics import Metrics, values
 from megappo.observability.run_directory import RunDirectory, write_atomically
-from megappo.observability.tracker import Tracker
+from megappo.observability.tracker import Line, RunTracker
 from megappo.observability.versions import package_versions
 
 _LINE_EVERY = 20
@@ -41,32 +41,47 @@ class SupervisedRunObserver(RunRecord):
 
     Args:
         names: of the loss among the metrics, and of the held-out loss.
+        measures: what else of held-out rows is shown; how people call it -> its name among the metrics.
     """
 
     def __init__(
-        self, directory: RunDirectory, *, console: RunConsole, trackers: Sequence[Tracker], names: tuple[str, str]
+        self,
+        directory: RunDirectory,
+        *,
+        console: RunConsole,
+        trackers: Sequence[RunTracker],
+        names: tuple[str, str],
+        measures: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(directory, console=console, trackers=trackers)
         self._loss, self._held_out = names
+        self._measures = measures or {}
+        self.running_loss: float | None = None
+        """Running mean of the loss, after the last step."""
+        self._recall([])
+
+    def _recall(self, lines: Sequence[Line]) -> None:
         self._losses: list[float] = []
         self._held_out_losses: list[float] = []
-        self._running_loss: float | None = None
+        self._measured: dict[str, float] = {}
+        """What else was measured last."""
+        for _, numbers in lines:
+            self._remember(numbers)
 
     def on_start(self, step: int, checkpoint: Path | None) -> None:
         """Go on with the record of a resumed run: what it holds of steps after its checkpoint is dropped. A run that
         begins with another run's checkpoint has a record of its own."""
-        for _, numbers in self._continue(step, checkpoint) or []:
-            self._remember(numbers)
+        self._continue(step, checkpoint)
 
     def on_step(self, step: int, total_steps: int, metrics: Metrics, running_loss: float | None) -> None:
         """Record a finished step; show all of them on a terminal, some of them elsewhere."""
         numbers = values(metrics)
-        self.last_step, self._running_loss = step, running_loss
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
+        self.last_step, self.running_loss = step, running_loss
+        self._log(step, numbers)
         self._remember(numbers)
         if self._held_out in numbers:
-            self._console.note(f"held-out loss after step {step}: {numbers[self._held_out]:.4f}")
+            others = "".join(f", {name} {numbers[metric]:.4f}" for name, metric in self._measures.items())
+            self._console.note(f"held-out loss after step {step}: {numbers[self._held_out]:.4f}{others}")
         shown = self._console.is_terminal or step in (1, total_steps) or step % _LINE_EVERY == 0
         if shown and running_loss is not None:
             text = f"loss {numbers[self._loss]:.3f}  running mean {running_loss:.3f}"
@@ -75,6 +90,7 @@ class SupervisedRunObserver(RunRecord):
     def _remember(self, numbers: dict[str, float]) -> None:
         self._losses += [numbers[self._loss]] if self._loss in numbers else []
         self._held_out_losses += [numbers[self._held_out]] if self._held_out in numbers else []
+        self._measured |= {name: numbers[metric] for name, metric in self._measures.items() if metric in numbers}
 
     @property
     def saved(self) -> str:
@@ -89,12 +105,13 @@ class SupervisedRunObserver(RunRecord):
             "wall_s": self._wall_s,
             "loss_first": self._losses[0] if self._losses else None,
             "loss_last": self._losses[-1] if self._losses else None,
-            "loss_running_mean": self._running_loss,
+            "loss_running_mean": self.running_loss,
             "held_out_loss_first": held_out[0] if held_out else None,
             "held_out_loss_last": held_out[-1] if held_out else None,
+            **{f"held_out_{name}_last": value for name, value in self._measured.items()},
             "exit": exit_reason,
         }
-        self._close(summary, exit_reason, (self._directory.config, self._directory.summary))
+        self._close(summary, exit_reason)
         return summary
 
 
@@ -162,6 +179,7 @@ def run_supervised(
     console: RunConsole,
     section: str,
     losses: tuple[str, str],
+    measures: Mapping[str, str] | None = None,
     next_steps: Callable[[Path], Sequence[str]],
 ) -> int:
     """Open the folder of a run, do its work and tell what became of it. Returns the exit code, as `megappo train`.
@@ -172,6 +190,7 @@ def run_supervised(
         settings: the section `section` of the configuration.
         work: trains and writes the result; returns whether it came to its end.
         losses: names of the loss and of the held-out loss among the metrics.
+        measures: what else is measured on held-out rows; how people call it -> its name among the metrics.
         next_steps: what to do with the result, one command a line.
     """
     stop, time_limit, stored = StopRequest(), make_time_limit(config), resolved_yaml(config)
@@ -181,15 +200,16 @@ def run_supervised(
     config = replace(
         config,
         run=RunSection(name=output.name, dir=str(output.parent)),
-        tracking=replace(config.tracking, mlflow=config.tracking.mlflow and settings.mlflow),
+        tracking=config.tracking if settings.tracked else replace(config.tracking, trackers=[]),
     )
     directory, found = open_run(config, stored, console.note, section=section)
     write_atomically(directory.config, stored)
     log_to_file(directory.logs / "controller.log")
     trackers = make_trackers(config, directory, console)
-    observer = SupervisedRunObserver(directory, console=console, trackers=trackers, names=losses)
+    observer = SupervisedRunObserver(directory, console=console, trackers=trackers, names=losses, measures=measures)
     if found is not None:
-        observer.last_step, observer.checkpoint = found.manifest.step, found.folder
+        observer.expect(found.manifest.step, found.folder)
+        observer.running_loss = read_state(found.folder).running_loss
     run = SupervisedRun(
         config=config,
         settings=settings,

@@ -11,6 +11,7 @@ from megappo.algo.advantages import needs_values
 from megappo.algo.kl import KLCoefficient
 from megappo.balance.workload import workload_of_model
 from megappo.checkpoint.health import Found
+from megappo.cli.memory_check import check_memory
 from megappo.cli.resume import earlier_checkpoint, is_finished, open_run
 from megappo.cli.run_data import RunData, make_data
 from megappo.cli.run_observer import RunObserver
@@ -18,6 +19,7 @@ from megappo.cli.run_record import end_early, make_trackers, run_to_end, say_whe
 from megappo.cli.settled import settled_for_workers
 from megappo.cli.signals import StopSignals
 from megappo.cluster.groups import ActorGroup, CriticGroup
+from megappo.cluster.observation import ClusterObservation
 from megappo.cluster.session import Session
 from megappo.config.checkpoint_rules import makes_checkpoints
 from megappo.config.layout_rules import roles
@@ -77,6 +79,7 @@ def train(config: RunConfig) -> int:
     with RunConsole() as console:
         for note in start_up_notes(config):
             console.note(note)
+        check_memory(config, backend, console.note)
         console.phase("reading prompts")
         data = make_data(config, console)
         directory, found = open_run(config, stored, console.note)
@@ -84,7 +87,7 @@ def train(config: RunConfig) -> int:
         log_to_file(directory.logs / "controller.log")
         observer = RunObserver(config, directory, console=console, trackers=make_trackers(config, directory, console))
         if found is not None:
-            observer.last_step, observer.checkpoint = found.manifest.step, found.folder
+            observer.expect(found.manifest.step, found.folder)
         run = _Plan(
             config=config,
             stored=stored,
@@ -156,6 +159,7 @@ def _train(run: _Plan, console: RunConsole, observer: RunObserver, signals: Stop
                 decode=partial(decode_response, data.tokenizer),
                 warn=console.note,
             ),
+            observation=ClusterObservation(config, directory, session.observed, console.note),
         )
         controller = PPOController(
             parts,

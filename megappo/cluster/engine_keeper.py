@@ -60,6 +60,8 @@ class EngineKeeper:
         self.at_once: int | None = None
         """As `RolloutEngine.at_once`."""
         self.place = ""
+        self.well_at: float | None = None
+        """When, by `time.monotonic`, its process last said that it is well."""
         self._config = config
         self._slot = slot
         self._visible_devices = visible_devices
@@ -81,6 +83,7 @@ class EngineKeeper:
             visible_devices=self._visible_devices,
         )
         self.state = EngineState.starting
+        self.well_at = None
         self.log_paths: tuple[Path, ...] = (engine_log, spec.log_path)
         # Any: Ray's handle hides the methods of RolloutHost.
         self.host: Any = ray.remote(RolloutHost).options(**self._slot.options()).remote(spec, self._config)
@@ -95,9 +98,9 @@ class EngineKeeper:
         """Whether it takes part in a hand-over."""
         return self.state in IN_SERVICE
 
-    def call(self, method: str, *args: Any) -> Call:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Call:
         """Start a method of its host."""
-        ref = getattr(self.host, method).remote(*args)
+        ref = getattr(self.host, method).remote(*args, **kwargs)
         return Call(ref=ref, worker=self.name, log_paths=self.log_paths)
 
     def failure(self, error: Exception, phase: str) -> MegappoError:

@@ -56,6 +56,8 @@ class Job:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     complete: int = 0
     stopping: bool = False
+    news: float = field(default_factory=time.monotonic)
+    """When something last came back from any engine, or became of one."""
     failures: dict[int, list["_Failure"]] = field(default_factory=dict[int, list["_Failure"]])
     """By key, those since the group last came back from an engine."""
 
@@ -138,6 +140,27 @@ class Generation:
             home=None if begun is None else begun.engine,
         )
 
+    def _heard(self) -> None:
+        """Note that engines are at work, or being brought back to it."""
+        now = time.monotonic()
+        for job in self._jobs.values():
+            job.news = now
+
+    @property
+    def longest_silence_s(self) -> float:
+        """Return the time in which something must come back: a call of an engine, or an engine, if all its restarts but
+        the last fail."""
+        return self._config.rollout.request_timeout_s + _ANSWER_S + self._recovery.longest_recovery_s
+
+    def held_by(self, index: int) -> list[tuple[int, int, float]]:
+        """Return the groups that an engine has: their id, data row, and since when; from any thread."""
+        found: list[tuple[int, int, float]] = []
+        for work, since in self._dispatcher.held_by(index):
+            job = self._jobs.get(work.batch)
+            if job is not None and (draw := job.draws.get(work.key)) is not None:
+                found.append((draw.group_id, draw.prompt.row, since))
+        return found
+
     def _is_generating(self) -> bool:
         return any(not job.stopping for job in list(self._jobs.values()))
 
@@ -192,6 +215,7 @@ class Generation:
             if keeper.life == life:
                 await self._call_failed(keeper, works, error, job=job)
             return
+        self._heard()
         if keeper.life == life:
             self._failed_calls[keeper.index] = 0
             self._answered[keeper.index] = self._answered.get(keeper.index, 0) + 1
@@ -333,6 +357,7 @@ class Generation:
 
     def engine_left(self, index: int) -> int:
         """Queue what an engine had."""
+        self._heard()
         lost = self._dispatcher.remove_engine(index)
         self._meter.count_retries(len(lost))
         self._failed_calls.pop(index, None)
@@ -344,10 +369,12 @@ class Generation:
 
     def engine_is_fresh(self, index: int) -> None:
         """Give an engine its weights; where nothing is generated it waits for the next job, or the next hand-over."""
+        self._heard()
         self.restorer.begin()
 
     def engine_serves(self, index: int) -> None:
         """Let an engine take groups."""
+        self._heard()
         self._dispatcher.add_engine(index, at_once=self._keepers[index].at_once)
         self._pump()
 

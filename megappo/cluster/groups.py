@@ -1,6 +1,7 @@
 """Typed groups of training processes: the Ray side of the actor and critic ports."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from megappo.batch.fields import Packed, concat
 from megappo.batch.refs import Ref
 from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, TokenField
+from megappo.cluster.observed import Ask
 from megappo.cluster.pending_save import GroupSave
 from megappo.cluster.placement import Slot
 from megappo.cluster.runtime import Call, gather
@@ -65,9 +67,16 @@ class TrainingGroup:
 
     def start(self) -> list[Call]:
         """Begin to build the models; returns the calls to wait for."""
-        self._places = gather(self.calls("identity"), phase="start", timeout_s=self._start_timeout_s)
-        address, port = gather([self.call(0, "rendezvous")], phase="start", timeout_s=self._start_timeout_s)[0]
+        self._places = self._gather_start(self.calls("identity"))
+        address, port = self._gather_start([self.call(0, "rendezvous")])[0]
         return self.calls("setup", address, port)
+
+    def _gather_start(self, calls: Sequence[Call]) -> list[Any]:
+        return gather(calls, phase="start", timeout_s=self._start_timeout_s, key="cluster.start_timeout_s")
+
+    def _gather(self, calls: Sequence[Call], method: str) -> list[Any]:
+        """Return the results of calls to this role; `runtime.gather`."""
+        return gather(calls, phase=method, timeout_s=self._timeout_s, key="cluster.call_timeout_s")
 
     def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
         """Start one method on one rank."""
@@ -82,7 +91,11 @@ class TrainingGroup:
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run one method with the same arguments on every rank and wait."""
-        return gather(self.calls(method, *args, **kwargs), phase=method, timeout_s=self._timeout_s)
+        return self._gather(self.calls(method, *args, **kwargs), method)
+
+    def observed(self) -> dict[str, Ask]:
+        """Return how to ask each process what it does, by name."""
+        return {f"{self.role}_{rank}": partial(self.call, rank) for rank in range(len(self.workers))}
 
     def device_name(self) -> str | None:
         """Return what the devices of all ranks are called; None when they differ."""
@@ -122,7 +135,7 @@ class TrainingGroup:
         for rank in range(len(self.workers)):
             data_rank = self.data_rank(rank)
             calls.append(self.call(rank, method, *(argument[data_rank] for argument in arguments), **kwargs))
-        results = gather(calls, phase=method, timeout_s=self._timeout_s)
+        results = self._gather(calls, method)
         return [results[self.output_rank(data_rank)] for data_rank in range(self.layout.data)]
 
     def run_pass(
@@ -233,7 +246,7 @@ class ActorGroup(TrainingGroup):
             }
             call = self.batch_call(shards, data_rank)
             calls.append(self.call(self.output_rank(data_rank), method, call, **mine, **kwargs))
-        return [pair for pairs in gather(calls, phase=method, timeout_s=self._timeout_s) for pair in pairs]
+        return [pair for pairs in self._gather(calls, method) for pair in pairs]
 
     def read_sequences(self, batches: Sequence[Ref[Packed]], sequence_ids: Sequence[int]) -> Packed:
         """Some sequences of a step, shard after shard."""
@@ -255,4 +268,4 @@ class ActorGroup(TrainingGroup):
             self.call(self.output_rank(data_rank), method, self.per_data_rank(batches, data_rank), *args)
             for data_rank in range(self.layout.data)
         ]
-        return [part for parts in gather(calls, phase=method, timeout_s=self._timeout_s) for part in parts]
+        return [part for parts in self._gather(calls, method) for part in parts]

@@ -99,7 +99,7 @@ class HandOver:
 
     def _require_one_machine(self) -> None:
         calls = [*self._actor.calls("node"), *self._rollout.calls("node")]
-        nodes = set(gather(calls, phase="node", timeout_s=self._settings.timeout_s))
+        nodes = set(gather(calls, phase="node", timeout_s=self._settings.timeout_s, key="weight_sync.timeout_s"))
         if len(nodes) > 1:
             raise CapabilityError(
                 f"weight_sync.transport={self._settings.transport} shares memory between trainer and engines, and they "
@@ -142,7 +142,9 @@ class HandOver:
         joins: list[EngineCall] = []
         if self._flow is Flow.streamed:
             meeting = [self._actor.call(source.rank, "rendezvous")]
-            spec = spec.at(*gather(meeting, phase="weight group", timeout_s=self._left_s())[0])
+            left_s = self._left_s()
+            place = gather(meeting, phase="weight group", timeout_s=left_s, key="weight_sync.timeout_s")[0]
+            spec = spec.at(*place)
             self._groups.append(spec.name)
             joins = [
                 self._engine_call(engine, "join_weight_group", self._member(spec, position))

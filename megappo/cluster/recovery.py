@@ -15,6 +15,7 @@ from megappo.cluster.engine_keeper import EngineKeeper, EngineState
 from megappo.config.run import RunConfig
 from megappo.errors import EngineError, MegappoError
 from megappo.observability.logging import get_logger
+from megappo.observability.waiting import Wait
 from megappo.rollout.usage import UsageMeter
 
 logger = get_logger(__name__)
@@ -161,18 +162,31 @@ class EngineRecovery:
             left_s = well + self._limits.hang_timeout_s - time.monotonic()
             try:
                 await asyncio.wait_for(keeper.call("health").ref, max(left_s, 0.1))
-                well = time.monotonic()
+                well = keeper.well_at = time.monotonic()
             except (RayError, TimeoutError) as error:
                 late = time.monotonic() - well >= self._limits.hang_timeout_s
                 if late or isinstance(error, RayActorError):
-                    self.fail(keeper.index, self._describe_illness(keeper, error), life=life)
+                    # Before its process is killed, which nobody could look at any more.
+                    told = await self._report_hang(keeper, well) if isinstance(error, TimeoutError) else ""
+                    self.fail(keeper.index, self._describe_illness(keeper, error, told), life=life)
                     return
                 logger.warning("%s is not well: %s", keeper.name, error)
 
-    def _describe_illness(self, keeper: EngineKeeper, error: Exception) -> MegappoError:
+    async def _report_hang(self, keeper: EngineKeeper, well: float) -> str:
+        """Have the watchdog look at an engine; returns what it says, to be added to an error."""
+        wait = Wait(
+            phase="health check",
+            outstanding=lambda: [keeper.name],
+            limit_s=self._limits.hang_timeout_s,
+            key="rollout.recovery.hang_timeout_s",
+            since=well,
+        )
+        return (await asyncio.to_thread(wait.is_given_up)).told
+
+    def _describe_illness(self, keeper: EngineKeeper, error: Exception, told: str) -> MegappoError:
         if isinstance(error, TimeoutError):
             error = TimeoutError(
-                f"no answer within {self._limits.hang_timeout_s:g} s (rollout.recovery.hang_timeout_s)"
+                f"no answer within {self._limits.hang_timeout_s:g} s (rollout.recovery.hang_timeout_s){told}"
             )
         return keeper.failure(error, "health check")
 
@@ -191,7 +205,7 @@ class EngineRecovery:
             EngineError: none ever will, or none did in the time in which all its restarts fail or one succeeds.
         """
         self.allow_starts()
-        limit_s = self._longest_recovery_s()
+        limit_s = self.longest_recovery_s
         try:
             await asyncio.wait_for(self._wait_until(self._is_settled), limit_s)
         except TimeoutError:
@@ -215,11 +229,16 @@ class EngineRecovery:
         """Return the wait before a restart, which count from 1."""
         return min(self._limits.backoff_s * 2 ** (restart - 1), self._limits.max_backoff_s)
 
-    def _longest_recovery_s(self) -> float:
+    @property
+    def longest_start_s(self) -> float:
+        """Return the time after which the process of an engine answers or has failed."""
+        return self._config.cluster.start_timeout_s + self._config.rollout.start_timeout_s + _ANSWER_S
+
+    @property
+    def longest_recovery_s(self) -> float:
         """Return the time after which an engine serves or is given up."""
-        start_s = self._config.cluster.start_timeout_s + self._config.rollout.start_timeout_s + _ANSWER_S
         restarts = range(1, self._limits.max_restarts + 1)
-        return sum(self._backoff_s(restart) + start_s for restart in restarts) + _ANSWER_S
+        return sum(self._backoff_s(restart) + self.longest_start_s for restart in restarts) + _ANSWER_S
 
     def allow_starts(self) -> None:
         """Let restarts begin."""

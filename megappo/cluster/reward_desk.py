@@ -16,14 +16,14 @@ import ray
 
 from megappo.balance.workload import workload_of_model
 from megappo.batch.fields import select
+from megappo.cluster.observed import Ask
 from megappo.cluster.placement import Slot
 from megappo.cluster.reward_model import RewardModelGroup
-from megappo.cluster.runtime import Call, gather
+from megappo.cluster.runtime import Call, begin_worker, gather
 from megappo.config.reward import terms_of
 from megappo.config.reward_rules import REWARD_MODEL, reward_sections
 from megappo.config.run import RunConfig
 from megappo.controller.preference import deal_texts
-from megappo.observability.logging import redirect_process_output
 from megappo.rewards.types import ModelScore, Sample
 
 
@@ -78,7 +78,7 @@ class RewardDesk:
     """Ray actor body. Its calls run in one event loop, so that several may wait at a time."""
 
     def __init__(self, config: RunConfig, group: RewardModelGroup, log_path: Path) -> None:
-        redirect_process_output(log_path)
+        begin_worker(log_path, role="reward_desk", rank=0, name="reward desk")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._config = config
         self._group = group
@@ -166,7 +166,8 @@ class DeskClient:
 
     def open(self) -> str:
         """Open the desk; returns what is to be said of the tokenizer."""
-        return gather([self._call("open")], phase="start", timeout_s=self.start_timeout_s)[0]
+        limit_s, key = self.start_timeout_s, "cluster.start_timeout_s"
+        return gather([self._call("open")], phase="start", timeout_s=limit_s, key=key)[0]
 
     async def add_scores(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with their scores, those whose reward wants one.
@@ -217,6 +218,10 @@ class RewardModelService:
             start_timeout_s=config.cluster.start_timeout_s,
         )
         return calls
+
+    def observed(self) -> dict[str, Ask]:
+        """Return how to ask each rank of the model what it does, by name."""
+        return self.group.observed()
 
     def stop(self) -> None:
         """End all processes at once."""

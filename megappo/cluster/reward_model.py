@@ -27,9 +27,9 @@ class RewardModelWorker(ModelWorker):
 
     def setup(self, address: str, port: int) -> None:
         """Join the world, build the model and load its weights."""
+        backend = self._connect(address, port, self.config.reward_model.parallelism)
         from megappo.train.reward_model import RewardModel
 
-        backend = self._connect(address, port, self.config.reward_model.parallelism)
         self.trainer = RewardModel(self.config, backend=backend)
 
     def compute_scores(self, batch: TextBatch, micro_batches: list[list[int]]) -> np.ndarray | None:
@@ -44,9 +44,9 @@ class RewardModelTrainingWorker(TrainingWorker):
 
     def setup(self, address: str, port: int) -> None:
         """Join the world, build the model and load its weights."""
+        backend = self._connect(address, port, self.config.reward_model.parallelism)
         from megappo.train.reward_model import RewardModelTrainer
 
-        backend = self._connect(address, port, self.config.reward_model.parallelism)
         self.trainer = RewardModelTrainer(self.config, backend=backend)
 
     def compute_scores(self, batch: TextBatch, micro_batches: list[list[int]]) -> np.ndarray | None:

@@ -14,21 +14,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from megappo.cluster.observed import Ask, ObservedProcess
 from megappo.cluster.placement import Slot
 from megappo.cluster.reward_desk import DeskClient
-from megappo.cluster.runtime import Call, describe_failure, describe_process
+from megappo.cluster.runtime import Call, begin_worker, describe_failure, describe_process, gather
+from megappo.cluster.watchdog_parts import shown
 from megappo.config.reward import FailedReward, terms_of
 from megappo.config.reward_rules import reward_sections
 from megappo.config.run import RunConfig
 from megappo.controller.ports import FinishedGroup, ScoredGroups
 from megappo.errors import MegappoError, WorkerError
-from megappo.observability.logging import get_logger, redirect_process_output
+from megappo.observability.logging import get_logger
 from megappo.observability.metrics import total
+from megappo.observability.phases import phase
+from megappo.observability.waiting import Wait
 from megappo.rewards import Failure, Reward, Sample, error_of
 from megappo.rewards.scorer import ScoredSamples, Scorer, ScorerSettings
 
@@ -40,11 +45,11 @@ _RESTART_S = 60.0
 """What a new scoring process takes at most, as far as a last time limit is concerned."""
 
 
-class RewardWorker:
+class RewardWorker(ObservedProcess):
     """Ray actor body: asks one scoring process. Its calls run in one event loop, so several may wait at a time."""
 
-    def __init__(self, config: RunConfig, log_path: Path, desk: DeskClient | None = None) -> None:
-        redirect_process_output(log_path)
+    def __init__(self, config: RunConfig, index: int, log_path: Path, desk: DeskClient | None = None) -> None:
+        begin_worker(log_path, role="reward", rank=index, name=f"reward worker {index}")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._desk = desk
         reward = config.reward
@@ -65,13 +70,14 @@ class RewardWorker:
 
     async def score(self, samples: list[Sample]) -> ScoredSamples:
         """Score one group, in order."""
-        if self._desk is None:
-            return await self._scorer.score(samples)
-        start = time.monotonic()
-        scored = await self._desk.add_scores(samples)
-        model_s = time.monotonic() - start
-        found = await self._scorer.score(scored)
-        return replace(found, busy_s=found.busy_s + model_s)
+        with phase("rewards", samples=len(samples)):
+            if self._desk is None:
+                return await self._scorer.score(samples)
+            start = time.monotonic()
+            scored = await self._desk.add_scores(samples)
+            model_s = time.monotonic() - start
+            found = await self._scorer.score(scored)
+            return replace(found, busy_s=found.busy_s + model_s)
 
     async def close(self) -> None:
         """End the scoring process."""
@@ -85,6 +91,8 @@ class _Group:
     scoring: "PoolScoring"
     group: FinishedGroup
     worker: int = -1
+    since: float = 0.0
+    """When, by `time.monotonic`, the worker got it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +126,7 @@ class RewardPool:
         """
         self.config = config.reward
         self.desk = desk
+        self._call_timeout_s = config.cluster.call_timeout_s
         self._note = note or logger.warning
         self.most_terms = max(len(terms_of(section)) for section in reward_sections(config).values())
         """Reward functions that score one sample, at most."""
@@ -127,7 +136,7 @@ class RewardPool:
         self._workers: list[_Worker] = []
         for index, option in enumerate(options):
             path = log_dir / f"reward-{index}.log"
-            handle = ray.remote(RewardWorker).options(**option).remote(config, path, desk)
+            handle = ray.remote(RewardWorker).options(**option).remote(config, index, path, desk)
             self._workers.append(_Worker(handle, f"reward worker {index}", path))
         # One more than it scores at a time: the next is there when one is done.
         self._most_under_way = config.reward.concurrency + 1
@@ -156,6 +165,35 @@ class RewardPool:
         ray.wait(ending, num_returns=len(ending), timeout=_STOP_S)
         for worker in self._workers:
             ray.kill(worker.handle)
+
+    def describe(self) -> list[str]:
+        """Say what every worker scores; from any thread. (Which sample, with its reward, is on the worker's board.)"""
+        idle = [worker.name for worker in self._workers if not worker.under_way]
+        return [*self.busy(), *([f"idle: {shown(idle)}"] if idle else [])]
+
+    def busy(self) -> list[str]:
+        """Say the same of those that have something to score."""
+        lines: list[str] = []
+        for worker in self._workers:
+            if groups := sorted(worker.under_way.copy(), key=lambda group: group.since):
+                named = shown([str(group.group.sequences[0].group_id) for group in groups])
+                lines.append(f"{worker.name} has groups {named} for up to {time.monotonic() - groups[0].since:.1f} s")
+        return lines
+
+    def texts_of(self, groups: Sequence[FinishedGroup]) -> list[list[Sample]]:
+        """Return the texts of groups, which the engines' machines hold."""
+        calls = [
+            Call(ref=group.samples, worker=f"texts of group {group.sequences[0].group_id}", log_paths=())
+            for group in groups
+        ]
+        return gather(calls, phase="read texts", timeout_s=self._call_timeout_s, key="cluster.call_timeout_s")
+
+    def observed(self) -> dict[str, Ask]:
+        """Return how to ask each process what it does, by name."""
+        return {f"reward_{index}": partial(self._ask, worker) for index, worker in enumerate(self._workers)}
+
+    def _ask(self, worker: _Worker, method: str, *args: Any, **kwargs: Any) -> Call:
+        return self._call(worker, getattr(worker.handle, method).remote(*args, **kwargs))
 
     def tell_once(self, failure: Failure, worker: _Worker) -> None:
         """Log the first failure of its kind in full."""
@@ -191,6 +229,7 @@ class RewardPool:
                 continue
             group.worker = self._workers.index(worker)
             worker.under_way.add(group)
+            group.since = time.monotonic()
             call = self._call(worker, worker.handle.score.remote(group.group.samples))
             call.ref.future().add_done_callback(_Done(self._events, group, call))
 
@@ -223,6 +262,8 @@ class PoolScoring:
         self._groups: list[FinishedGroup] = []
         self._rewards: dict[int, Reward] = {}
         self._changed = threading.Condition()
+        self._news = time.monotonic()
+        """When the last group came back."""
         self._done = 0
         self._busy_s: dict[str, float] = {}
         self._retries, self._restarts = 0, 0
@@ -251,8 +292,7 @@ class PoolScoring:
             self._pool.desk.rest()
         shown = sorted(self._groups, key=lambda group: group.sequences[0].sequence_id)[: self._shown_groups]
         samples: dict[int, Sample] = {}
-        for group in shown:
-            texts: list[Sample] = ray.get(group.samples)  # type: ignore[call-overload]  # the Ref is an ObjectRef
+        for group, texts in zip(shown, self._pool.texts_of(shown)):
             samples.update({info.sequence_id: text for info, text in zip(group.sequences, texts)})
         return ScoredGroups(
             rewards=self._rewards,
@@ -270,11 +310,21 @@ class PoolScoring:
         limit_s = calls * (config.timeout_s + _RESTART_S)
         if self._pool.desk is not None:
             limit_s += self._pool.desk.timeout_s
+        with Wait(phase="score", outstanding=self._pool.busy, limit_s=limit_s, news=lambda: self._news) as wait:
+            while not self._wait_for_news(wait.left_s):
+                if (verdict := wait.is_given_up()).goes_on:
+                    continue
+                self.fail(WorkerError(f"no reward worker has scored a group in {limit_s:.0f} s{verdict.told}"))
+
+    def _wait_for_news(self, limit_s: float) -> bool:
+        """Wait until everything is scored, or the scoring failed, as long as groups come back. Returns False when none
+        has for so long."""
         with self._changed:
             while self._done < len(self._groups) and self.error is None:
                 done = self._done
                 if not self._changed.wait(limit_s) and done == self._done:
-                    self.error = WorkerError(f"no reward worker has scored a group in {limit_s:.0f} s")
+                    return False
+        return True
 
     def take(self, group: FinishedGroup, found: ScoredSamples, worker: _Worker) -> None:
         """Take in the answer for one group."""
@@ -295,6 +345,7 @@ class PoolScoring:
             self._retries += found.retries
             self._restarts += found.restarts
             self._done += 1
+            self._news = time.monotonic()
             self.error = self.error or error
             self._changed.notify_all()
 

@@ -11,12 +11,17 @@ import numpy as np
 
 from megappo.batch.fields import concat, offsets_of, select
 from megappo.batch.stages import RolloutBatch
-from megappo.cluster.runtime import describe_process, node_address
+from megappo.cluster.observed import ObservedProcess
+from megappo.cluster.runtime import begin_worker, describe_process, node_address
 from megappo.config.cluster import DeviceKind
+from megappo.config.profile import ProfiledPhase
 from megappo.config.rollout import SINGLE_TURN, SamplingConfig
 from megappo.config.run import RunConfig
 from megappo.controller.ports import Draw, SequenceInfo
-from megappo.observability.logging import redirect_process_output
+from megappo.observability.clocks import ClockReading
+from megappo.observability.phases import phase
+from megappo.observability.run_directory import PROFILES
+from megappo.observability.spans import Span
 from megappo.rewards.types import Sample
 from megappo.rollout.dispatch import Progress
 from megappo.rollout.engine import (
@@ -24,6 +29,7 @@ from megappo.rollout.engine import (
     FinishReason,
     GenerateRequest,
     GroupOutput,
+    ProfilesItself,
     RolloutEngine,
     SampledResponse,
     WeightGroup,
@@ -33,6 +39,7 @@ from megappo.weight_sync.receive import Load, Reception
 from megappo.weights.checksums import HeldTensor
 
 if TYPE_CHECKING:  # it loads transformers, which an engine may do without
+    from megappo.device.profiling import PhaseProfiler
     from megappo.rollout.agents.runner import AgentRunner
 
 
@@ -67,17 +74,18 @@ class GenerateCall:
     seed: int
 
 
-class RolloutHost:
+class RolloutHost(ObservedProcess):
     """Ray actor body: starts the engine, generates, receives weights. All methods are coroutines."""
 
     def __init__(self, spec: HostSpec, config: RunConfig) -> None:
-        redirect_process_output(spec.log_path)
+        begin_worker(spec.log_path, role="rollout", rank=spec.index, name=f"rollout engine {spec.index}")
         if spec.visible_devices:
             # Ray shows this process one device; an engine over several bundles needs them all.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
         self.spec = spec
         self.config = config
         self._engine_made = False
+        self._server_is_profiled = False
 
     async def start(self) -> int | None:
         """Load the tokenizer and start the engine; returns, when it answers, how many sequences it runs at once."""
@@ -102,7 +110,42 @@ class RolloutHost:
         self._held = HeldGeneration(self._engine)
         self._programs = self._make_runner()
         await self._engine.start()
+        self._profiler = self._make_profiler()
         return self._engine.at_once
+
+    def _make_profiler(self) -> "PhaseProfiler | None":
+        """Return what profiles an engine of this process; None: nothing does, or the engine is a server's."""
+        if not self._is_profiled or isinstance(self._engine, ProfilesItself):
+            return None
+        from megappo.device.backend import resolve_backend
+        from megappo.device.profiling import profiler_of
+
+        process, backend = f"engine-{self.spec.index}", resolve_backend(self.spec.device)
+        return profiler_of(self.config.profile, chosen=True, folder=self._profiles, process=process, backend=backend)
+
+    @property
+    def _is_profiled(self) -> bool:
+        profile = self.config.profile
+        return ProfiledPhase.generate in profile.phases and self.spec.index in profile.engines
+
+    @property
+    def _profiles(self) -> Path:
+        return self.spec.log_path.parent.parent / PROFILES
+
+    async def begin_observation(self, step: int, *, traced: bool) -> ClockReading:  # type: ignore[override]
+        """As of every process; the server of an engine is told, too."""
+        if isinstance(self._engine, ProfilesItself) and self._is_profiled and step in self.config.profile.steps:
+            prefix = f"step_{step:06d}-{ProfiledPhase.generate.value}-engine-{self.spec.index}"
+            await self._engine.begin_profile(self._profiles, prefix, self.config.profile)
+            self._server_is_profiled = True
+        return super().begin_observation(step, traced=traced)
+
+    async def end_observation(self) -> list[Span]:  # type: ignore[override]
+        """As of every process. The server writes its profile afterwards."""
+        if self._server_is_profiled and isinstance(self._engine, ProfilesItself):
+            self._server_is_profiled = False
+            self._writing = asyncio.create_task(self._engine.end_profile())
+        return super().end_observation()
 
     def _make_runner(self) -> "AgentRunner | None":
         """Return what runs rollout programs; None: the engine answers prompts directly."""
@@ -151,7 +194,8 @@ class RolloutHost:
         else:
             prompts = [draw.prompt for draw in call.draws]
             stream = self._programs.generate(requests, prompts, call.sampling, seed=call.seed)
-        outputs = {output.group_id: output async for output in stream}
+        with phase("requests", groups=len(requests)):
+            outputs = {output.group_id: output async for output in stream}
         answer: list[Any] = []
         for draw, request in zip(call.draws, requests):
             output = outputs[draw.group_id]
@@ -201,15 +245,18 @@ class RolloutHost:
         """Open the hand-over of a version, also after one that failed."""
         self._reception = Reception(self._engine, version, timeout_s=self.config.weight_sync.timeout_s)
         self._held.hold()
-        await self._reception.begin()
+        with phase("begin_weights"):
+            await self._reception.begin()
 
     async def load_weights(self, loads: list[Load]) -> None:
         """Receive buckets of the hand-over."""
-        await self._reception.load(loads)
+        with phase("load_weights"):
+            await self._reception.load(loads)
 
     async def close_weights(self, sent: dict[str, str]) -> None:
         """Compare the checksums of what was sent, and take the version."""
-        await self._reception.close(sent)
+        with phase("end_weights"):
+            await self._reception.close(sent)
         self._held.release()
 
     async def sleep(self) -> None:

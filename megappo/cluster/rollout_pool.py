@@ -1,13 +1,13 @@
 """All rollout engines as one client: prompts are dealt over them, groups come back as they finish, and engines that
 fail are replaced (`cluster.recovery`) while their prompts go on (`cluster.generation`)."""
 
-import asyncio
 import itertools
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import Empty
+from typing import Any
 
 import numpy as np
 import ray
@@ -17,12 +17,15 @@ from megappo.batch.refs import Ref
 from megappo.batch.stages import RolloutBatch
 from megappo.cluster.begun_answers import open_begun, pack_begun
 from megappo.cluster.engine_keeper import EngineKeeper, EngineState
-from megappo.cluster.generation import Generation, Job
+from megappo.cluster.generation import Generation, Job, Message
 from megappo.cluster.kept_tokens import KeptGroup, KeptTokens
+from megappo.cluster.loop_thread import BUSY_S, LoopThread, give_up
+from megappo.cluster.observed import Ask
 from megappo.cluster.placement import Slot
 from megappo.cluster.recovery import EngineRecovery
 from megappo.cluster.restoring import Restore
 from megappo.cluster.runtime import Call, gather
+from megappo.cluster.watchdog_parts import busy_engines, describe_engines
 from megappo.config.cluster import DeviceKind
 from megappo.config.rollout import SamplingConfig
 from megappo.config.run import RunConfig
@@ -30,12 +33,11 @@ from megappo.controller.ports import Draw, FinishedGroup, HeldRollouts, Shard
 from megappo.errors import EngineError, MegappoError, WorkerError
 from megappo.observability.logging import get_logger
 from megappo.observability.metrics import Metrics
+from megappo.observability.waiting import Wait
 from megappo.rollout.engine import SampledResponse
 from megappo.rollout.usage import UsageMeter
 
 logger = get_logger(__name__)
-
-T = TypeVar("T")
 
 _STOP_S = 5.0
 """Longest wait for engines to end by themselves."""
@@ -86,14 +88,13 @@ class RolloutPool:
             )
         self._kept = KeptTokens()
         self._meter = UsageMeter()
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._recovery = EngineRecovery(config, self._keepers, meter=self._meter, note=note, spawn=self._spawn)
+        self._loop = LoopThread("rollout-pool", failed=self._loop_failed, outstanding=self.describe)
+        self._recovery = EngineRecovery(config, self._keepers, meter=self._meter, note=note, spawn=self._loop.spawn)
         self._generation = Generation(
-            config, self._keepers, kept=self._kept, meter=self._meter, recovery=self._recovery, spawn=self._spawn
+            config, self._keepers, kept=self._kept, meter=self._meter, recovery=self._recovery, spawn=self._loop.spawn
         )
         self._recovery.user = self._generation
-        threading.Thread(target=self._loop.run_forever, name="rollout-pool", daemon=True).start()
+        self._loop.start()
 
     def _reserve(self, slots: Sequence[Slot]) -> list[str]:
         """Hold all devices of one engine; returns their ids."""
@@ -110,44 +111,31 @@ class RolloutPool:
         self._holders += holders
         return ids
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background, from the event loop."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+    def _loop_failed(self, error: BaseException) -> None:
+        logger.error("the rollout pool failed", exc_info=error)
+        self._generation.end(EngineError(f"the rollout pool failed: {type(error).__name__}: {error}"))
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the rollout pool failed", exc_info=error)
-            self._generation.end(EngineError(f"the rollout pool failed: {type(error).__name__}: {error}"))
-
-    def _run(self, work: Callable[[], T]) -> T:
-        """Call a function on the event loop and return its result."""
-
-        async def call() -> T:
-            return work()
-
-        return self._wait(call())
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def describe(self) -> list[str]:
+        """Say how every engine is and what it has to do; from any thread."""
+        return describe_engines(self._keepers, self._generation.held_by)
 
     # Start, and what a hand-over needs
 
     def start(self) -> list[Call]:
         """Start all engines; returns the calls to pass to `finish_start`."""
         calls = [keeper.call("identity") for keeper in self._keepers]
-        places = gather(calls, phase="start", timeout_s=self._config.cluster.start_timeout_s)
+        places = gather(
+            calls, phase="start", timeout_s=self._config.cluster.start_timeout_s, key="cluster.start_timeout_s"
+        )
         for keeper, place in zip(self._keepers, places):
             keeper.place = place
         return [keeper.call("start") for keeper in self._keepers]
 
     def finish_start(self, calls: Sequence[Call], *, timeout_s: float) -> None:
         """Wait for the engines to answer; they take prompts once they have weights. Raises what `gather` raises."""
-        at_once = gather(calls, phase="start", timeout_s=timeout_s)
+        at_once = gather(calls, phase="start", timeout_s=timeout_s, key="rollout.start_timeout_s")
         for keeper, sequences in zip(self._keepers, at_once):
-            self._run(lambda index=keeper.index, sequences=sequences: self._recovery.started(index, sequences))
+            self._loop.call(lambda index=keeper.index, sequences=sequences: self._recovery.started(index, sequences))
 
     def restore_with(self, restore: Restore) -> None:
         """Name the function that brings one engine to the weights of the last hand-over; it is called in a thread."""
@@ -167,7 +155,7 @@ class RolloutPool:
 
     def admit(self, lives: Mapping[int, int]) -> None:
         """Let engines take prompts, since these processes of them have the weights of the last hand-over."""
-        self._run(lambda: self._recovery.admit(lives))
+        self._loop.call(lambda: self._recovery.admit(lives))
 
     def quarantine(self, engine: int, reason: str, *, life: int) -> None:
         """Take an engine out of service, if that process of it still is; it is started anew as `rollout.recovery`
@@ -177,11 +165,19 @@ class RolloutPool:
         self._fail(keeper, life, EngineError(named))
 
     def _fail(self, keeper: EngineKeeper, life: int, error: MegappoError) -> None:
-        self._run(lambda: self._recovery.fail(keeper.index, error, life=life))
+        self._loop.call(lambda: self._recovery.fail(keeper.index, error, life=life))
 
     def revive(self) -> None:
         """Wait until an engine is in service. Raises EngineError if none will be."""
-        self._wait(self._recovery.wait_in_service())
+        self._loop.wait(
+            self._recovery.wait_in_service(),
+            phase="restart of an engine",
+            limit_s=self._recovery.longest_recovery_s + BUSY_S,
+        )
+
+    def observed(self) -> dict[str, Ask]:
+        """Return how to ask the host of each engine in service what it does, by name."""
+        return {f"engine_{index}": self._keepers[index].call for index in self.in_service()}
 
     def calls(self, method: str, *args: Any) -> list[Call]:
         """Start one method on the host of every engine in service."""
@@ -203,18 +199,33 @@ class RolloutPool:
             RequestError: no engine can answer one of the prompts.
             WorkerError: the trainer failed while it gave a restarted engine its weights; that engine waits for others.
         """
-        job = self._run(lambda: self._generation.open(draws, sampling, seed=seed, wanted=wanted))
+        job = self._loop.call(lambda: self._generation.open(draws, sampling, seed=seed, wanted=wanted))
         try:
             yield from self._read(job)
         except GeneratorExit:
-            self._wait(self._generation.close(job))
+            self._loop.wait(self._generation.close(job), phase="abort", limit_s=self._generation.longest_silence_s)
             raise
 
     def _read(self, job: Job) -> Iterator[FinishedGroup]:
-        while (message := job.outbox.get()) is not None:
+        while (message := self._next(job)) is not None:
             if isinstance(message, MegappoError):
                 raise message
             yield message
+
+    def _next(self, job: Job) -> Message:
+        """Wait for what comes of a job. Raises EngineError when for long nothing comes back from any engine."""
+        limit_s = self._generation.longest_silence_s
+        busy = partial(busy_engines, self._keepers, self._generation.held_by)
+        with Wait(phase="generate", outstanding=busy, limit_s=limit_s, news=lambda: job.news) as wait:
+            while True:
+                try:
+                    return job.outbox.get(timeout=wait.left_s)
+                except Empty:
+                    if any(keeper.state is EngineState.fetching for keeper in self._keepers):
+                        # It is given its weights, and may have to wait for the trainer: both have limits of their own.
+                        job.news = time.monotonic()
+                    if not wait.left_s:
+                        give_up(wait)
 
     def pack(self, shards: Sequence[Sequence[int]], *, forget: Sequence[int] = ()) -> list[Shard]:
         """Cut sampled sequences into shards; the engines forget them, and those to `forget`."""
@@ -246,7 +257,9 @@ class RolloutPool:
             Call(ref=group.ref, worker=(keeper := self._keepers[group.engine]).name, log_paths=keeper.log_paths)
             for group in groups
         ]
-        return gather(calls, phase="read", timeout_s=self._config.rollout.request_timeout_s)
+        return gather(
+            calls, phase="read", timeout_s=self._config.rollout.request_timeout_s, key="rollout.request_timeout_s"
+        )
 
     def adopt(self, held: HeldRollouts) -> None:
         """Hold what an earlier run has read; see the port."""
@@ -289,7 +302,7 @@ class RolloutPool:
         well = True
         for keeper, life, call in calls:
             try:
-                gather([call], phase=phase, timeout_s=timeout_s)
+                gather([call], phase=phase, timeout_s=timeout_s, recovers=True)
             except (EngineError, WorkerError) as error:
                 self._fail(keeper, life, error)
                 well = False
@@ -301,14 +314,15 @@ class RolloutPool:
         """Release engine memory for training. Where devices are shared, an engine that is starting is waited for and
         sleeps, too, and others are started only when the weights come back."""
         if self._restarts_wait:
-            self._wait(self._recovery.hold_starts())
+            limit_s = self._recovery.longest_start_s + BUSY_S
+            self._loop.wait(self._recovery.hold_starts(), phase="start of an engine", limit_s=limit_s)
         self._asleep = {keeper.index: keeper.life for keeper in self._keepers if keeper.in_service}
         self._change_memory("sleep")
 
     def wake_weights(self) -> None:
         """Take back the memory of the weights; from now on engines may be started again, since the hand-over waits for
         one where none is left."""
-        self._run(self._recovery.allow_starts)
+        self._loop.call(self._recovery.allow_starts)
         self._change_memory("wake_weights")
 
     def wake_cache(self) -> None:
@@ -330,18 +344,11 @@ class RolloutPool:
     def take_metrics(self) -> Metrics:
         """Return how the engines were used since the last call: `perf/goodput_tokens_per_s`, idle shares, retries,
         restarts."""
-        return self._run(lambda: self._meter.take(time.monotonic()))
-
-    async def _end_loop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._loop.stop()
+        return self._loop.call(lambda: self._meter.take(time.monotonic()))
 
     def stop(self) -> None:
         """End all engines; a host that does not answer is killed with its engine."""
-        asyncio.run_coroutine_threadsafe(self._end_loop(), self._loop)
+        self._loop.stop()
         # A host that has not answered yet is still importing and would not hear us; it has started nothing either.
         stops = [
             keeper.host.stop.remote()

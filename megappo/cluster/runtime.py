@@ -1,6 +1,7 @@
 """Start of Ray, calls to worker processes, and what is said when one of them fails."""
 
 import logging
+import math
 import os
 import secrets
 import signal
@@ -17,7 +18,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 
 from megappo.config.cluster import ClusterConfig
 from megappo.errors import ConfigError, EngineError, MegappoError, WorkerError
-from megappo.observability.logging import get_logger, tail
+from megappo.observability.board import SUFFIX, Board, Owner, open_board
+from megappo.observability.logging import get_logger, redirect_process_output, tail
+from megappo.observability.stacks import show_stacks_on_signal
+from megappo.observability.waiting import Wait
 
 logger = get_logger(__name__)
 
@@ -35,7 +39,7 @@ class Call:
     worker: str
     """Role, rank and place, for messages: `actor rank 1 (pid 17 on 10.0.0.1)`."""
     log_paths: tuple[Path, ...]
-    """Its logs, the most telling one first."""
+    """Its logs, the most telling one first; none where the answer is there and is only fetched."""
 
 
 def node_address(cluster: ClusterConfig) -> str:
@@ -46,6 +50,14 @@ def node_address(cluster: ClusterConfig) -> str:
 def describe_process() -> str:
     """Return where this process runs, for messages: `pid 17 on 10.0.0.1`."""
     return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
+
+
+def begin_worker(log_path: Path, *, role: str, rank: int, name: str | None = None) -> Board:
+    """Begin a worker process: its output goes to its log, and what it does can be seen from outside (the board beside
+    the log, stacks at a signal). `name` is for messages; None: `<role> rank <rank>`."""
+    redirect_process_output(log_path)
+    show_stacks_on_signal()
+    return open_board(log_path.with_suffix(SUFFIX), Owner(name=name or f"{role} rank {rank}", role=role, rank=rank))
 
 
 def start_ray(cluster: ClusterConfig, *, num_cpus: int) -> None:
@@ -131,22 +143,28 @@ def end_processes(processes: list[psutil.Process], *, grace_s: float) -> None:
     psutil.wait_procs(alive, timeout=max(grace_s, 1.0))
 
 
-def gather(calls: Sequence[Call], *, phase: str, timeout_s: float) -> list[Any]:
+def gather(calls: Sequence[Call], *, phase: str, timeout_s: float, key: str = "", recovers: bool = False) -> list[Any]:
     """Return the results of all calls, in order.
+
+    Args:
+        key: configuration key of `timeout_s`, for messages; empty: it follows from several.
+        recovers: whether the caller goes on without those that are late: the wait then ends at its limit, whatever
+            `watchdog.on_hang` says.
 
     Raises:
         WorkerError: a worker raised, died, or did not answer within `timeout_s`; names the one that failed first and
             gives its last log lines.
     """
-    outcome = wait_for(calls, timeout_s=timeout_s, grace_s=_GRACE_S)
+    outcome = wait_for(calls, phase=phase, timeout_s=timeout_s, key=key, grace_s=_GRACE_S, recovers=recovers)
     if outcome.failed:
         # A dead process makes its peers fail with broken connections.
         first = min(outcome.failed, key=lambda position: (severity(outcome.failed[position]), position))
         raise describe_failure(outcome.failed[first], call=calls[first], phase=phase)
     if outcome.late:
         names = ", ".join(calls[position].worker for position in outcome.late)
+        limit = f"{timeout_s:.0f} s" + (f" ({key})" if key else "")
         log_lines = _log_lines(calls[outcome.late[0]])
-        raise WorkerError(f"{names}: no answer in {phase} within {timeout_s:.0f} s{log_lines}")
+        raise WorkerError(f"{names}: no answer in {phase} within {limit}{outcome.told}{log_lines}")
     return [ray.get(call.ref) for call in calls]
 
 
@@ -159,34 +177,57 @@ class Outcome:
     """Not answered in time."""
     limit: str
     """That time, for messages."""
+    told: str = ""
+    """What the watchdog says of those that are late, to be added to a message."""
 
 
 def wait_for(
-    calls: Sequence[Call], *, timeout_s: float, grace_s: float, on_failure: Callable[[], None] = lambda: None
+    calls: Sequence[Call],
+    *,
+    phase: str,
+    timeout_s: float,
+    key: str,
+    grace_s: float,
+    recovers: bool,
+    on_failure: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Wait for all calls; after a first failure, for `grace_s` at most: Ray tells of a killed process seconds after its
     peers have told of broken connections.
 
     Args:
+        recovers: as in `gather`.
         on_failure: called after the first failure, to free those that wait for the failed one.
     """
     position_of = {call.ref: position for position, call in enumerate(calls)}
     pending = list(position_of)
     failed: dict[int, RayError] = {}
-    deadline, limit = time.monotonic() + timeout_s, f"within {timeout_s:g} s"
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        try:
-            ray.get(ready[0])
-        except RayError as error:
-            if not failed:
-                on_failure()
-                if (grace := time.monotonic() + grace_s) < deadline:
-                    deadline, limit = grace, f"within {grace_s:g} s of the first failure"
-            failed[position_of[ready[0]]] = error
-    return Outcome(failed=failed, late=[position_of[ref] for ref in pending], limit=limit)
+    limit, told = f"within {timeout_s:g} s", ""
+    grace_ends = math.inf
+
+    def outstanding() -> list[str]:
+        return [calls[position_of[ref]].worker for ref in pending]
+
+    with Wait(phase=phase, outstanding=outstanding, limit_s=timeout_s, key=key) as wait:
+        while pending:
+            left_s = min(wait.left_s, max(0.0, grace_ends - time.monotonic()))
+            ready, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+            if not ready:
+                if not failed:
+                    verdict = wait.is_given_up()
+                    if verdict.goes_on and not recovers:
+                        continue
+                    told = verdict.told
+                break
+            try:
+                ray.get(ready[0])
+            except RayError as error:
+                if not failed:
+                    on_failure()
+                    if grace_s < wait.left_s:
+                        grace_ends = time.monotonic() + grace_s
+                        limit = f"within {grace_s:g} s of the first failure"
+                failed[position_of[ready[0]]] = error
+    return Outcome(failed=failed, late=[position_of[ref] for ref in pending], limit=limit, told=told)
 
 
 def severity(error: Exception) -> int:
@@ -221,6 +262,8 @@ def describe_failure(error: Exception, *, call: Call, phase: str) -> MegappoErro
 
 def _log_lines(call: Call) -> str:
     """Return the last lines of the first log that has some."""
+    if not call.log_paths:
+        return ""
     for path in call.log_paths:
         lines = tail(path, _LOG_LINES)
         if lines:

@@ -1,6 +1,6 @@
 """All processes of a run: started in parallel, named while they start, ended together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -11,12 +11,14 @@ from megappo.algo.advantages import needs_values
 from megappo.batch.fields import Packed
 from megappo.batch.refs import Ref
 from megappo.cluster.groups import ActorGroup, CriticGroup, TrainingGroup
+from megappo.cluster.observed import Ask
 from megappo.cluster.placement import Placement
 from megappo.cluster.reward_desk import DeskClient, RewardModelService
 from megappo.cluster.reward_model import RewardModelTrainingGroup
 from megappo.cluster.reward_pool import RewardPool
 from megappo.cluster.rollout_pool import RolloutPool
 from megappo.cluster.runtime import Call, end_processes, gather, start_ray
+from megappo.cluster.watchdog import Watchdog
 from megappo.cluster.weight_sync import RayWeightSync
 from megappo.config.cluster import DeviceKind
 from megappo.config.reward_rules import REWARD_MODEL, asks_reward_model, model_rewards
@@ -48,10 +50,12 @@ class Session:
         self._log_dir = log_dir.resolve()
         self._report = report
         self._note = note or report
+        self._watchdog = Watchdog(config.watchdog, log_dir=self._log_dir, note=self._note)
         self._started: list[TrainingGroup | RolloutPool | RewardPool | RewardModelService] = []
         self._own_ray = False
 
     def __enter__(self) -> "Session":
+        self._watchdog.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,7 +74,7 @@ class Session:
             self.critic = CriticGroup(config, slots=slots, log_dir=self._log_dir)
             self._started.append(self.critic)
             trainers += self.critic.start()
-        gather([*rewards, *trainers], phase="start", timeout_s=config.cluster.start_timeout_s)
+        self._wait_for_start([*rewards, *trainers])
         if desk is not None:
             self._report(desk.open())
         self._report(f"training workers are up ({self.actor.run('describe_layers')[0]}); waiting for the engines")
@@ -94,7 +98,7 @@ class Session:
         placement = self._reserve(roles)
         engines = self._start_engines(placement)
         rewards, desk = self._start_rewards(placement, roles)
-        gather(rewards, phase="start", timeout_s=config.cluster.start_timeout_s)
+        self._wait_for_start(rewards)
         if desk is not None:
             self._report(desk.open())
         self.rollout.finish_start(engines, timeout_s=config.rollout.start_timeout_s + 30.0)
@@ -103,8 +107,10 @@ class Session:
     def start_actor(self) -> None:
         """Start the actor alone (supervised fine-tuning)."""
         placement = self._reserve({"actor": self._config.cluster.actor})
-        calls = self._make_actor(placement).start()
-        gather(calls, phase="start", timeout_s=self._config.cluster.start_timeout_s)
+        self._wait_for_start(self._make_actor(placement).start())
+
+    def _wait_for_start(self, calls: Sequence[Call]) -> None:
+        gather(calls, phase="start", timeout_s=self._config.cluster.start_timeout_s, key="cluster.start_timeout_s")
 
     def _start_engines(self, placement: Placement) -> list[Call]:
         """Begin to start the engines; returns the calls for `finish_start`."""
@@ -119,6 +125,7 @@ class Session:
             note=self._note,
         )
         self._started.append(self.rollout)
+        self._watchdog.tell("Engines", self.rollout.describe)
         return self.rollout.start()
 
     def _start_rewards(self, placement: Placement, roles: Mapping[str, str]) -> tuple[list[Call], DeskClient | None]:
@@ -127,6 +134,7 @@ class Session:
         slots = placement.slots("reward", self._config.reward.workers) if "reward" in roles else []
         self.reward = RewardPool(self._config, slots=slots, log_dir=self._log_dir, note=self._note, desk=desk)
         self._started.append(self.reward)
+        self._watchdog.tell("Rewards", self.reward.describe)
         return calls + self.reward.start(), desk
 
     def _start_reward_model(self, placement: Placement) -> tuple[list[Call], DeskClient]:
@@ -146,8 +154,12 @@ class Session:
         slots = placement.slots("reward", cluster.pools[cluster.reward])
         group = RewardModelTrainingGroup(self._config, slots=slots, log_dir=self._log_dir)
         self._started.append(group)
-        gather(group.start(), phase="start", timeout_s=cluster.start_timeout_s)
+        self._wait_for_start(group.start())
         return group
+
+    def observed(self) -> dict[str, Ask]:
+        """Return how to ask each process what it does, by name: engines first, as in a step."""
+        return {name: ask for part in self._started for name, ask in part.observed().items()}
 
     def put(self, batch: Packed) -> Ref[Packed]:
         """Put a batch made by the driver into the object store."""
@@ -196,3 +208,4 @@ class Session:
             ray.shutdown()
             self._own_ray = False
         end_processes(children, grace_s=2.0)
+        self._watchdog.stop()

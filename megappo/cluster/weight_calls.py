@@ -58,8 +58,16 @@ def settle(
         The answers of the trainer's calls (only where nothing failed), and the failures.
     """
     calls = [*trainer, *(each.call for each in engines)]
-    outcome = wait_for(calls, timeout_s=timeout_s, grace_s=_GRACE_S, on_failure=on_failure)
-    late = dict.fromkeys(outcome.late, TimeoutError(f"no answer {outcome.limit}{limit}"))
+    outcome = wait_for(
+        calls,
+        phase=phase,
+        timeout_s=timeout_s,
+        key="weight_sync.timeout_s",
+        grace_s=_GRACE_S,
+        recovers=True,
+        on_failure=on_failure,
+    )
+    late = dict.fromkeys(outcome.late, TimeoutError(f"no answer {outcome.limit}{limit}{outcome.told}"))
     failures: list[Failure] = []
     for position, error in (outcome.failed | late).items():
         owner = engines[position - len(trainer)] if position >= len(trainer) else None

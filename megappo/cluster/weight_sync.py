@@ -16,6 +16,7 @@ from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.observability.logging import get_logger
 from megappo.observability.metrics import Metrics, maximum, total
+from megappo.observability.waiting import Wait
 from megappo.weight_sync.disk import versions_folder
 from megappo.weight_sync.source import comparable, uncompared
 from megappo.weights.checksums import HeldTensor, choose_held
@@ -43,16 +44,31 @@ class RayWeightSync:
         self._hand_over = HandOver(config, actor=actor, rollout=rollout, backend=backend, folder=folder)
         # Engines of a run are alike.
         call = rollout.call(rollout.in_service()[0], "held_tensors")
-        held: list[HeldTensor] = gather([call], phase="weight hand-over", timeout_s=settings.timeout_s)[0]
+        held: list[HeldTensor] = gather(
+            [call], phase="weight hand-over", timeout_s=settings.timeout_s, key="weight_sync.timeout_s"
+        )[0]
         sent = self._hand_over.sent_names()
         self._held = comparable(held, sent)
         self.uncompared = [] if settings.verify is VerifyMode.none else uncompared(self._held, sent)
         """Tensors that no checksum guards."""
         self._lock = threading.Lock()
+        self._holder = ""
+        """What the lock was last taken for."""
         self._version = -1
         self._sent: dict[str, str] = {}
         """Checksums compared at the last push."""
         self._updates_at_push = 0
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Wait for the trainer, and keep it. Whoever has it is in waits of its own, each with a limit."""
+        with Wait(phase=f"trainer, for {what}", outstanding=lambda: [self._holder], limit_s=None):
+            self._lock.acquire()
+        self._holder = what
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def push(self, version: int) -> Metrics:
         """Hand over all weights as `version`; every engine in service then answers with it.
@@ -64,7 +80,7 @@ class RayWeightSync:
             EngineError: no engine is left.
             WorkerError: the trainer's side failed.
         """
-        with self._lock:
+        with self._alone("weight hand-over"):
             start = time.perf_counter()
             self._version, self._updates_at_push = version, self._actor.num_updates
             failed = self._try_until_done(version)
@@ -131,7 +147,7 @@ class RayWeightSync:
     def training(self) -> Iterator[None]:
         """While it is open, the trainer computes: a hand-over to a restarted engine waits, since the calls of the two
         would reach the ranks in different orders, and half-trained weights are no version."""
-        with self._lock:
+        with self._alone("training"):
             yield
 
     def restore(self, engine: int, still_wanted: Callable[[], bool] = lambda: True) -> bool:
@@ -147,7 +163,7 @@ class RayWeightSync:
             EngineError: the engine failed.
             WorkerError: the trainer's side failed.
         """
-        with self._lock:
+        with self._alone(f"weights of engine {engine}"):
             if not still_wanted():
                 return False
             lives = {engine: self._rollout.life(engine)}

@@ -18,10 +18,12 @@ from megappo.batch.fields import concat, empty, select
 from megappo.batch.requests import TokenSelection, UpdateRequest
 from megappo.batch.stages import Experience, RolloutBatch, TokenField
 from megappo.checkpoint.manifest import FileRecord
-from megappo.cluster.runtime import describe_process, node_address
+from megappo.cluster.observed import ObservedProcess
+from megappo.cluster.runtime import begin_worker, describe_process, node_address
 from megappo.config.run import RunConfig
-from megappo.observability.logging import redirect_process_output
+from megappo.config.watchdog import OnHang
 from megappo.observability.metrics import Metrics
+from megappo.observability.phases import in_phase, phase
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.checksums import HeldTensor
 
@@ -31,6 +33,10 @@ if TYPE_CHECKING:  # torch and megatron wait until the process has its log file 
     from megappo.train.packed_model import PackedModel
     from megappo.train.trainer import ModelTrainer
     from megappo.weight_sync.transport import SenderSpec, WeightSender
+
+
+_UNLIMITED_S = 7 * 24 * 3600.0
+"""Longest wait in a collective where `watchdog.on_hang` lets a run wait."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -60,17 +66,18 @@ class BatchCall:
     shards: list[ShardCall]
 
 
-class ModelWorker:
+class ModelWorker(ObservedProcess):
     """Base of all processes that hold a part of a Megatron model."""
 
     trainer: "PackedModel"
     """The model; there after `setup`, which subclasses have."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig) -> None:
-        redirect_process_output(spec.log_path)
+        board = begin_worker(spec.log_path, role=spec.role, rank=spec.rank)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.spec = spec
         self.config = config
+        self._board = board
         self._reserved: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
@@ -122,11 +129,16 @@ class ModelWorker:
         return self.trainer.weight_checksums()
 
     def _connect(self, address: str, port: int, parallelism: Any) -> Any:
-        """Join the group's world and build its Megatron parallel state; returns the back end."""
+        """Join the group's world and build its Megatron parallel state; returns the back end. Whoever imports Megatron
+        does so afterwards, so that it takes the collectives that are counted."""
         from megappo.device.backend import resolve_backend
+        from megappo.device.collectives import count_collectives, record_nccl
         from megappo.device.process_group import init_distributed, init_model_parallel
 
         backend = resolve_backend(self.config.cluster.device)
+        count_collectives(self._board)
+        if backend.kind == "cuda":
+            record_nccl(self.spec.log_path)
         backend.prepare_megatron()
         init_distributed(
             rank=self.spec.rank,
@@ -137,8 +149,14 @@ class ModelWorker:
             timeout_s=self.config.cluster.start_timeout_s,
         )
         self._release_port()
-        init_model_parallel(parallelism, seed=self.config.seed, timeout_s=self.config.cluster.call_timeout_s)
+        # A run that is to wait on past its limits keeps the processes as they are.
+        unlimited = self.config.watchdog.on_hang is OnHang.wait
+        timeout_s = _UNLIMITED_S if unlimited else self.config.cluster.call_timeout_s
+        init_model_parallel(parallelism, seed=self.config.seed, timeout_s=timeout_s)
         self._backend = backend
+        rank, profile = self.spec.rank, self.config.profile
+        name, chosen = f"{self.spec.role}-{rank}", rank in profile.ranks
+        self.observe_phases(profile, process=name, chosen=chosen, log_path=self.spec.log_path, backend=backend)
         return backend
 
     def offload(self, *, keep_params: bool) -> None:
@@ -181,7 +199,8 @@ class TrainingWorker(ModelWorker):
         self._shards = {key: batch for key, batch in self._shards.items() if key in wanted}
         for key, shard in wanted.items():
             if key not in self._shards:
-                pieces = ray.get(shard.pieces) or [empty(RolloutBatch)]
+                with phase("fetch"):
+                    pieces = ray.get(shard.pieces) or [empty(RolloutBatch)]
                 self._shards[key] = _in_order(concat(pieces), shard.sequence_ids)
         return concat([self._shards[key] for key in wanted])
 
@@ -213,10 +232,10 @@ class CriticWorker(TrainingWorker):
 
     def setup(self, address: str, port: int) -> None:
         """Join the world, build the model and load its weights."""
-        from megappo.train.critic import CriticTrainer
-
         config = self.config
         backend = self._connect(address, port, config.critic.parallelism)
+        from megappo.train.critic import CriticTrainer
+
         self.trainer = CriticTrainer(config, backend=backend)
 
     def compute_values(self, call: BatchCall, micro_batches: list[list[int]]) -> tuple[list[Any], Metrics] | None:
@@ -226,7 +245,7 @@ class CriticWorker(TrainingWorker):
 
     def update(self, experience: list[Any], request: UpdateRequest) -> Metrics:
         """Run the update phase on this rank's experience."""
-        return self.trainer.update(concat(ray.get(experience)), request)
+        return self.trainer.update(_fetch(experience), request)
 
 
 class ActorWorker(TrainingWorker):
@@ -236,9 +255,9 @@ class ActorWorker(TrainingWorker):
 
     def setup(self, address: str, port: int) -> None:
         """Join the world, build the model and load its weights."""
+        backend = self._connect(address, port, self.config.actor.parallelism)
         from megappo.train.actor import ActorTrainer
 
-        backend = self._connect(address, port, self.config.actor.parallelism)
         self.trainer = ActorTrainer(self.config, backend=backend)
         self._sender: WeightSender | None = None
         self._sum_pi_squared: dict[tuple[int, ...], TokenField] = {}
@@ -256,6 +275,7 @@ class ActorWorker(TrainingWorker):
             self._sum_pi_squared = dict(zip(keys, split_by_shard(fields.sum_pi_squared, call)))
         return put_all(split_by_shard(fields.log_probs, call)), metrics
 
+    @in_phase("experience")
     def compute_token_rewards(self, call: BatchCall, *, kl_coef: float, **per_shard: Any) -> list[tuple[Any, Any]]:
         """Token rewards, shard by shard: (reference of the TokenField, RewardTotals)."""
         from megappo.algo.experience import compute_token_rewards
@@ -269,6 +289,7 @@ class ActorWorker(TrainingWorker):
             results.append((ray.put(field), totals))
         return results
 
+    @in_phase("experience")
     def build_experience(self, call: BatchCall, **per_shard: Any) -> list[tuple[Any, Any]]:
         """Experience, shard by shard: (reference of the Experience, ExperienceTotals)."""
         from megappo.algo.experience import build_experience
@@ -308,8 +329,7 @@ class ActorWorker(TrainingWorker):
 
     def update(self, experience: list[Any], request: UpdateRequest) -> Metrics:
         """Run the update phase on this rank's experience."""
-        batch: Experience = concat(ray.get(experience))
-        return self.trainer.update(batch, request)
+        return self.trainer.update(_fetch(experience), request)
 
     def plan_export(self) -> tuple[int, bool, bool, list[BucketMeta]]:
         """Return (place of its source among all, whether this rank feeds one, whether it sends, its buckets)."""
@@ -333,6 +353,7 @@ class ActorWorker(TrainingWorker):
             self._sender.close()
             self._sender = None
 
+    @in_phase("weights")
     def begin_sending(self, wanted: list[HeldTensor]) -> None:
         """Prepare a hand-over and the checksums of some tensors. All ranks that feed a source take part."""
         from megappo.weight_sync import TRANSPORTS
@@ -344,10 +365,12 @@ class ActorWorker(TrainingWorker):
         buckets = self.trainer.export_buckets(settings.bucket_bytes, dtype=dtype, shared=shared)
         self._source = WeightSource(buckets, self._sender, wanted=wanted)
 
+    @in_phase("weights")
     def send_bucket(self) -> dict[int, bytes]:
         """Send one bucket; returns what engine ranks need to open it."""
         return self._source.send_next()
 
+    @in_phase("weights")
     def send_weights(self) -> dict[str, str]:
         """Send, and feed to others, all that is left; returns the wanted checksums of what this rank sent."""
         return self._source.send_rest()
@@ -355,6 +378,11 @@ class ActorWorker(TrainingWorker):
     def drop_weights(self) -> None:
         """Go through all that is left without sending it, so that ranks which feed this one end."""
         self._source.drop_rest()
+
+
+@in_phase("fetch")
+def _fetch(experience: list[Any]) -> Experience:
+    return concat(ray.get(experience))
 
 
 def _open(values: Sequence[Any] | None, index: int) -> Any:

@@ -34,5 +34,7 @@ class ClusterConfig:
     """Longest wait for devices and for workers to start."""
     call_timeout_s: float = 1800.0
     """Longest wait for one phase of training workers (log-probs, update, save...)."""
+    check_memory: bool = True
+    """Refuse a run on GPUs whose weights, gradients, optimizer state and engines cannot fit into their memory."""
     object_store_bytes: int = 256 * 1024**2
     """Object store of a Ray started here."""

@@ -26,17 +26,20 @@ REWARDS = (
 )
 SOURCES = ("datasets", "jsonl", "parquet", "reasoning_gym")
 TOOL_FORMATS = ("hermes", "json", "pythonic")
+TRACKERS = ("mlflow", "tensorboard")
 TRANSPORTS = ("broadcast", "disk", "ipc")
 
 
 def plug_ins_are_known(config: RunConfig) -> list[Violation]:
-    """Engine, rollout program, rewards, sources and transport are registered, or named `package.module:name`."""
+    """What is named (engine, rollout program, rewards, sources, trackers, transport) is registered, or named
+    `package.module:name`."""
     named = [
         ("rollout.engine", config.rollout.engine, ENGINES),
         ("rollout.agent", config.rollout.agent, AGENTS),
         ("rollout.tool_loop.format", config.rollout.tool_loop.format, TOOL_FORMATS),
         *((f"{key}.name", term.name, REWARDS) for key, term in reward_terms(config)),
         *((f"{key}.kind", source.kind, SOURCES) for key, source in config.data.by_key().items()),
+        *(("tracking.trackers", name, TRACKERS) for name in config.tracking.trackers),
         ("weight_sync.transport", config.weight_sync.transport, TRANSPORTS),
     ]
     return [_unknown(key, name, known) for key, name, known in named if name not in known and ":" not in name]

@@ -3,8 +3,27 @@
 A part is what a stage counts: a layer, and the embedding or the head where the layout says that they count as one.
 """
 
+from typing import Protocol
+
 from megappo.config.parallelism import ParallelismConfig
 from megappo.errors import Violation
+
+
+class StageSizes(Protocol):
+    """What says which stage holds how many layers; as in `ParallelismConfig`."""
+
+    @property
+    def pipeline(self) -> int: ...
+    @property
+    def first_stage_layers(self) -> int | None: ...
+    @property
+    def last_stage_layers(self) -> int | None: ...
+    @property
+    def embedding_is_layer(self) -> bool: ...
+    @property
+    def head_is_layer(self) -> bool: ...
+    @property
+    def virtual_pipeline(self) -> int | None: ...
 
 
 def pipeline_violations(layout: ParallelismConfig, num_layers: int, *, key: str) -> list[Violation]:
@@ -34,6 +53,24 @@ def chunk_layers(layout: ParallelismConfig, num_layers: int) -> list[int]:
     if layout.pipeline > 2:
         found.add(middle)
     return sorted(found)
+
+
+def place_of_layers(layout: StageSizes, num_layers: int) -> list[tuple[int, int]]:
+    """Return (pipeline stage, chunk of the stage) of each layer: chunk after chunk, and in each of them stage after
+    stage. The layout must suit the model."""
+    given = {0: layout.first_stage_layers, layout.pipeline - 1: layout.last_stage_layers}
+    sizes = {stage: size for stage, size in given.items() if size is not None}
+    left = num_layers + layout.embedding_is_layer + layout.head_is_layer - sum(sizes.values())
+    chunks = layout.virtual_pipeline or 1
+    places: list[tuple[int, int]] = []
+    for chunk in range(chunks):
+        for stage in range(layout.pipeline):
+            parts = sizes.get(stage, left // max(layout.pipeline - len(sizes), 1)) // chunks
+            parts -= layout.embedding_is_layer and stage == 0 and chunk == 0
+            parts -= layout.head_is_layer and stage == layout.pipeline - 1 and chunk == chunks - 1
+            places += [(stage, chunk)] * parts
+    assert len(places) == num_layers, f"{len(places)} of {num_layers} layers have a stage"
+    return places
 
 
 def divisors(number: int) -> str:

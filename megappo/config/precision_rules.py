@@ -12,6 +12,9 @@ from megappo.config.model_shape import ModelShape
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
 
+NOT_INSTALLED = "is not installed"
+"""How a rule ends that is broken on this machine, and need not be on another one."""
+
 
 def transformer_engine_is_installed() -> bool:
     """Whether Transformer Engine can be imported (on a machine without CUDA its import raises)."""
@@ -22,7 +25,7 @@ def why_no_transformer_engine(*, on_cuda: bool) -> str | None:
     """Return why its layers cannot run on the device; None: they can."""
     if not on_cuda:
         return "has CUDA kernels only"
-    return None if transformer_engine_is_installed() else "is not installed"
+    return None if transformer_engine_is_installed() else NOT_INSTALLED
 
 
 def layers_are_local(config: RunConfig) -> bool:
@@ -63,7 +66,7 @@ def fp8_has_what_it_needs(config: RunConfig) -> list[Violation]:
         broken.append(("needs the layers of Transformer Engine", "set model.layer_spec=auto"))
     elif layers_are_local(config):
         remedy = "install transformer-engine[pytorch], or set model.fp8=null"
-        broken.append(("needs Transformer Engine, which is not installed", remedy))
+        broken.append((f"needs Transformer Engine, which {NOT_INSTALLED}", remedy))
     if model.dtype is not Dtype.bfloat16:
         broken.append((f"needs 16-bit parameters, not model.dtype={model.dtype.name}", "set model.dtype=bfloat16"))
     return [Violation(key="model.fp8", value=model.fp8.name, rule=rule, remedy=remedy) for rule, remedy in broken]

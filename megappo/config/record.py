@@ -6,12 +6,17 @@ from enum import Enum
 
 @dataclass(kw_only=True, slots=True)
 class TrackingConfig:
-    """Trackers besides metrics.jsonl, which is always written."""
+    """Trackers besides metrics.jsonl, which is always written. A tracker that is away costs a run nothing: what it
+    misses is sent when it answers again, when the run is resumed, or by `megappo track RUN`."""
 
-    mlflow: bool = True
+    trackers: list[str] = field(default_factory=lambda: ["mlflow"])
+    """Any of mlflow, tensorboard and `package.module:name`; []: none."""
     mlflow_uri: str | None = None
     """None: sqlite file `<run.dir>/<run.name>/mlflow.db`."""
     experiment: str = "megappo"
+    """The experiment of MLflow that runs belong to."""
+    close_timeout_s: float = 30.0
+    """Longest time that the end of a run waits for trackers, all of them together; after Ctrl-C 2 s at most."""
 
 
 class RecordTrigger(Enum):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megappo.config.reward import FailedReward, RewardConfig, RewardTerm, RewardTerms, terms_of
 from megappo.config.run import RunConfig
@@ -105,6 +106,63 @@ def failed_rewards_can_be_handled(config: RunConfig) -> list[Violation]:
         rule, remedy = "is negative, which maxrl cannot take", "use 0 or more"
         return [Violation(key="reward.failed_score", value=reward.failed_score, rule=rule, remedy=remedy)]
     return []
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _LengthPenalty:
+    """A penalty on answers of more than `begin` tokens."""
+
+    key: str
+    value: int
+    begin: int
+    beside: str = ""
+    """What else it depends on."""
+    sampling: str = "sampling"
+    """The section of `rollout` that the answers are of."""
+
+
+def length_penalties_can_bite(config: RunConfig) -> list[Violation]:
+    """A penalty for long answers begins below the longest one that can be sampled: else it is always 0."""
+    violations: list[Violation] = []
+    for penalty in _length_penalties(config):
+        section = config.rollout.validation if penalty.sampling == "validation" else config.rollout.sampling
+        if penalty.begin < section.max_new_tokens:
+            continue
+        longest = f"rollout.{penalty.sampling}.max_new_tokens"
+        rule = (
+            f"{penalty.beside}is a penalty on answers of more than {penalty.begin} tokens, and "
+            f"{longest}={section.max_new_tokens} lets none be longer: it is always 0"
+        )
+        remedy = f"lower it, or raise {longest}"
+        violations.append(Violation(key=penalty.key, value=penalty.value, rule=rule, remedy=remedy))
+    return violations
+
+
+def _length_penalties(config: RunConfig) -> Iterator[_LengthPenalty]:
+    """Yield those whose numbers are whole; others are refused where rewards are made."""
+    for key, term in reward_terms(config):
+        sampling = "validation" if key.startswith("data.validation") else "sampling"
+        params, place = term.params, f"{key}.params"
+        match term.name, params:
+            case "overlong", {"max_tokens": int(most), "buffer_tokens": int(buffer)}:
+                yield _LengthPenalty(
+                    key=f"{place}.max_tokens",
+                    value=most,
+                    begin=most - buffer,
+                    beside=f"with buffer_tokens={buffer} ",
+                    sampling=sampling,
+                )
+            case "length", {"target_tokens": int(target)} if params.get("both_sides") is not True:
+                yield _LengthPenalty(key=f"{place}.target_tokens", value=target, begin=target, sampling=sampling)
+            case _:
+                pass
+    if (taken_off := config.algorithm.overlong) is not None:
+        yield _LengthPenalty(
+            key="algorithm.overlong.max_length",
+            value=taken_off.max_length,
+            begin=taken_off.max_length - taken_off.buffer,
+            beside=f"with buffer={taken_off.buffer} ",
+        )
 
 
 def model_rewards_have_a_model(config: RunConfig) -> list[Violation]:

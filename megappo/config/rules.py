@@ -20,11 +20,14 @@ from megappo.config import (
     name_rules,
     parity_rules,
     precision_rules,
+    profile_rules,
     record_rules,
+    restart_rules,
     reward_rules,
     rm_rules,
     rollout_rules,
     supervised_rules,
+    tracking_rules,
     training_rules,
     transport_rules,
     validation_rules,
@@ -73,6 +76,7 @@ _CONFIG_RULES = (
     reward_rules.reward_terms_can_be_metrics,
     reward_rules.a_term_has_weight,
     reward_rules.failed_rewards_can_be_handled,
+    reward_rules.length_penalties_can_bite,
     reward_rules.model_rewards_have_a_model,
     reward_rules.model_reward_workers_fit_their_pool,
     rm_rules.reward_model_can_be_asked,
@@ -91,9 +95,14 @@ _CONFIG_RULES = (
     controller_rules.engines_beside_training_have_devices_of_their_own,
     controller_rules.early_stop_leaves_no_prompt_without_its_greedy_answer,
     parity_rules.parity_limits_are_ordered,
+    tracking_rules.trackers_can_be_made,
+    profile_rules.observed_steps_are_run,
+    profile_rules.profiled_processes_are_there,
+    profile_rules.profile_settings_are_used,
     record_rules.recorded_steps_are_run,
     record_rules.record_settings_are_used,
     record_rules.recorded_parity_has_limits,
+    restart_rules.some_command_makes_checkpoints,
     checkpoint_rules.checkpoint_settings_are_used,
     checkpoint_rules.deadline_is_a_time,
     checkpoint_rules.kept_steps_are_saved,
@@ -188,7 +197,7 @@ def check_files(config: RunConfig) -> list[Violation]:
 
 def check_sft_files(config: RunConfig) -> list[Violation]:
     """Return the broken rules about what `megappo sft` does, and about the files that it reads."""
-    violations = supervised_rules.supervised_run_can_be_made(config, config.sft, "sft", metrics="sft")
+    violations = supervised_rules.supervised_run_can_be_made(config, config.sft, "sft", loss="sft/loss")
     violations += supervised_rules.one_source_is_trained_on(config, "sft")
     violations += data_rules.data_files_exist(config) + training_rules.random_models_are_trained_whole(config)
     violations += file_rules.checkpoint_to_resume_exists(config)
@@ -200,7 +209,11 @@ def check_sft_files(config: RunConfig) -> list[Violation]:
 
 def check_rm(config: RunConfig) -> list[Violation]:
     """Return the broken rules about what `megappo rm` does, and about the files that it reads."""
-    return rm_rules.reward_model_can_be_trained(config) + rm_rules.model_to_train_fits(config)
+    loss = "reward_model/preference_loss"
+    violations = supervised_rules.supervised_run_can_be_made(config, config.rm, "rm", loss=loss)
+    violations += supervised_rules.one_source_is_trained_on(config, "rm")
+    violations += rm_rules.reward_model_can_be_trained(config) + rm_rules.model_to_train_fits(config)
+    return violations + file_rules.checkpoint_to_resume_exists(config)
 
 
 def check_rm_device(config: RunConfig) -> list[Violation]:

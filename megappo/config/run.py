@@ -12,13 +12,16 @@ from megappo.config.memory import OffloadConfig
 from megappo.config.model import ModelConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.parallelism import ParallelismConfig
+from megappo.config.profile import ProfileConfig, TraceConfig
 from megappo.config.record import RecordConfig, TrackingConfig
+from megappo.config.restart import RestartConfig
 from megappo.config.reward import RewardConfig
 from megappo.config.rm import RewardModelConfig, RmConfig
 from megappo.config.rollout import RolloutConfig, WeightSyncConfig
 from megappo.config.supervised import SftConfig
 from megappo.config.trainer import ControllerKind, RunSection, TrainerConfig
 from megappo.config.validation import ValidationConfig
+from megappo.config.watchdog import WatchdogConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,10 +67,14 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    restart: RestartConfig = field(default_factory=RestartConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rm: RmConfig = field(default_factory=RmConfig)

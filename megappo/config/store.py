@@ -73,6 +73,14 @@ def load_run_config(overrides: Sequence[str], *, rules: Sequence[Rule] = (check_
     return composed.config
 
 
+def override_of(key: str, text: str) -> str:
+    """Return an override that sets a key to a text as it stands, whatever characters are in it."""
+    # OmegaConf takes ${ for a reference, Hydra a quote for the end; a backslash before either must be doubled.
+    literal = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
+    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + (r"\'" if found[2] else ""), literal)
+    return f"{key}='{quoted}'"
+
+
 def restore_run_config(text: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return a configuration that `resolved_yaml` wrote, with some values changed. Its rules are not checked.
 

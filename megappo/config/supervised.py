@@ -51,8 +51,8 @@ class SupervisedConfig:
     """Measure the loss on data.validation before the first step, every so many steps and at the end; -1: never."""
     save_freq: int = -1
     """Save a checkpoint every so many steps and at the end; -1: never."""
-    mlflow: bool = True
-    """Log to MLflow, too, as `tracking` says; metrics.jsonl is always written."""
+    tracked: bool = True
+    """Use the trackers of `tracking`, too; metrics.jsonl is always written."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, warmup_steps=10))
 
 

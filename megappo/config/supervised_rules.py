@@ -10,13 +10,13 @@ from megappo.errors import Violation
 
 
 def supervised_run_can_be_made(
-    config: RunConfig, settings: SupervisedConfig, section: str, *, metrics: str
+    config: RunConfig, settings: SupervisedConfig, section: str, *, loss: str
 ) -> list[Violation]:
     """The folder of the run has a name, and what is measured and kept can be.
 
     Args:
         section: where the settings are in the configuration.
-        metrics: the area of its metrics: `<metrics>/loss`, and `<metrics>/val_loss` of the held-out rows.
+        loss: name of the loss among the metrics; that of held-out rows is `val_loss` of the same area.
     """
     violations: list[Violation] = []
     if not Path(settings.output).name:
@@ -28,12 +28,10 @@ def supervised_run_can_be_made(
     if settings.test_freq > 0 and config.data.on_shared is not SharedPrompt.keep:
         rule, remedy = f"is not looked for by `megappo {section}`", f"set it to keep, or {section}.test_freq=-1"
         violations.append(Violation(key="data.on_shared", value=config.data.on_shared.value, rule=rule, remedy=remedy))
-    return violations + _kept_checkpoints_exist(config, settings, section, metrics)
+    return violations + _kept_checkpoints_exist(config, settings, section, loss)
 
 
-def _kept_checkpoints_exist(
-    config: RunConfig, settings: SupervisedConfig, section: str, metrics: str
-) -> list[Violation]:
+def _kept_checkpoints_exist(config: RunConfig, settings: SupervisedConfig, section: str, loss: str) -> list[Violation]:
     """Steps to keep are saved, and the metric of the best one is measured."""
     saved, every, best = settings.save_freq, config.checkpoint.keep_every, config.checkpoint.keep_best
     if saved <= 0:
@@ -43,11 +41,14 @@ def _kept_checkpoints_exist(
         rule = f"must be a multiple of {section}.save_freq={saved}"
         remedy = f"use {saved * max(1, round(every / saved))}"
         violations.append(Violation(key="checkpoint.keep_every", value=every, rule=rule, remedy=remedy))
-    held_out = f"{metrics}/val_loss"
-    if best is not None and (not best.startswith(f"{metrics}/") or (best == held_out and settings.test_freq <= 0)):
-        without = f" with {section}.test_freq=-1" if best == held_out else ""
+    if best is None:
+        return violations
+    area = loss.partition("/")[0]
+    is_held_out = best.startswith(f"{area}/val_")
+    if not best.startswith(f"{area}/") or (is_held_out and settings.test_freq <= 0):
+        without = f" with {section}.test_freq=-1" if is_held_out else ""
         rule = f"is never measured by `megappo {section}`{without}"
-        remedy = f"use {metrics}/loss or, with {section}.test_freq, {held_out}, and checkpoint.best_mode=min"
+        remedy = f"use {loss} or, with {section}.test_freq, {area}/val_loss, and checkpoint.best_mode=min"
         violations.append(Violation(key="checkpoint.keep_best", value=best, rule=rule, remedy=remedy))
     return violations
 

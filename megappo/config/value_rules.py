@@ -24,6 +24,7 @@ _POSITIVE = (
     "rollout.tool_loop.timeout_s "
     "weight_sync.bucket_bytes weight_sync.timeout_s "
     "cluster.num_cpus cluster.start_timeout_s cluster.object_store_bytes "
+    "cluster.call_timeout_s watchdog.warn_s "
     "data.max_prompt_tokens reward.workers reward.concurrency reward.timeout_s "
     "sft.epochs sft.max_steps sft.batch_size sft.batch_tokens sft.max_tokens sft.stop_loss "
     "sft.random_model.hidden_size sft.random_model.ffn_hidden_size sft.random_model.num_layers "
@@ -57,7 +58,7 @@ _NOT_NEGATIVE = (
     "trainer.critic_warmup trainer.num_rollout_samples seed "
     "rollout.validation.temperature rollout.parity.dump rollout.partial.extra_prompts "
     "rollout.recovery.max_restarts rollout.recovery.backoff_s rollout.recovery.max_backoff_s weight_sync.retries "
-    "checkpoint.on_signal_s reward.retries "
+    "restart.max restart.wait_s checkpoint.on_signal_s reward.retries tracking.close_timeout_s "
     + " ".join(
         f"{role}.optim.{key}"
         for role in ("actor", "critic", "sft")
@@ -67,7 +68,14 @@ _NOT_NEGATIVE = (
 
 _OBJECT_STORE_MINIMUM_BYTES = 75 * 1024**2
 
-_FREQUENCIES = ("trainer.save_freq", "trainer.export_hf_freq", "trainer.test_freq", "sft.test_freq", "sft.save_freq")
+_FREQUENCIES = (
+    "trainer.save_freq",
+    "trainer.export_hf_freq",
+    "trainer.test_freq",
+    "sft.test_freq",
+    "sft.save_freq",
+    "trace.freq",
+)
 
 
 def value_of(config: RunConfig, key: str) -> object:

@@ -6,6 +6,7 @@ from threading import Thread
 
 from megappo.controller.sampling import StepRollouts, StepSampler
 from megappo.observability.timing import PhaseTimer
+from megappo.observability.waiting import Wait
 
 
 class SamplingAhead:
@@ -38,7 +39,8 @@ class SamplingAhead:
         where none were. Raises what sampling raised."""
         if self._running is None:
             return None
-        with timer.phase("wait_for_rollouts"):
+        sampling = Wait(phase="wait for rollouts", outstanding=lambda: ["the thread that samples"], limit_s=None)
+        with timer.phase("wait_for_rollouts"), sampling:
             return self._running.result()
 
     def take(self, step: int, timer: PhaseTimer) -> StepRollouts:

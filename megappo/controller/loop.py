@@ -236,8 +236,10 @@ class PPOController:
                 before_hop()
 
         step = _Step(number=number, timer=PhaseTimer(before))
+        self.parts.observation.begin(number)
         with step.timer.phase("step"):
             yield step
+        step.metrics.append(self.parts.observation.end(number))
         self._end_step(step)
 
     def _end_step(self, step: _Step) -> None:
@@ -250,8 +252,9 @@ class PPOController:
             step.metrics.append(self.validate())
         step.metrics.append(self.parts.rollout.take_metrics())
         result = StepResult(merge(step.metrics), step.trained)
-        self._observer.on_step(step.number, self.total_steps, result)
+        # Before the observer: a resumed run does nothing more for a step that was told of.
         self.checkpoints.record_metrics(step.number, values(result.metrics))
+        self._observer.on_step(step.number, self.total_steps, result)
 
     def _learn(self, step: _Step, sampled: StepRollouts) -> None:
         """Hops 3-8."""

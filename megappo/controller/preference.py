@@ -66,8 +66,6 @@ class PreferenceTask:
         self._put = put
         self._batching = batching
         self._workload = workload
-        self.accuracy: float | None = None
-        """Share of the held-out pairs that were judged right, when last measured."""
 
     @property
     def models(self) -> Mapping[str, SavedModel]:
@@ -95,7 +93,6 @@ class PreferenceTask:
         chosen, rejected = scores.astype(np.float64).reshape(-1, 2).T
         differences = chosen - rejected
         right, count = int((differences > 0).sum()), len(differences)
-        self.accuracy = right / count
         return {
             "reward_model/val_accuracy": mean(right, count),
             "reward_model/val_loss": mean(np.logaddexp(0.0, margins - differences).sum(), count),

@@ -9,7 +9,8 @@ a group that has none left leaves the step, as does one whose greedy answer has 
 A checkpoint holds both with their tokens (`controller.rollout_files`), so a resumed run goes on with exactly these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megappo.algo.advantages import signal_by_group
@@ -30,6 +31,7 @@ from megappo.controller.rollouts import (
     split_greedy,
 )
 from megappo.controller.state import DrawIds, DrawPosition, OpenDraw
+from megappo.data.curriculum import CurriculumError
 from megappo.data.sampler import PromptDraws
 from megappo.errors import MegappoError, RewardError
 from megappo.observability.metrics import Metrics, total
@@ -138,8 +140,13 @@ class StepSampler:
             SamplingExhaustedError: dynamic sampling ran out of rounds and is configured to stop.
             EngineError: see `generate_and_score`.
             RewardError: so many rewards failed that nothing of the step is left.
+            CurriculumError: the curriculum failed; names the step.
             MegappoError: scoring failed, see `controller.ports.Scoring`.
         """
+        with _named_step(step):
+            return self._sample(step, timer)
+
+    def _sample(self, step: int, timer: PhaseTimer) -> StepRollouts:
         config, target = self._config.algorithm.sampling, self._config.batching.prompts_per_step
         begun, found, fresh, rounds = set(self._open), self._carried, join([]), 0
         missing = prompts_to_draw(max(0, target - len(found.scores_by_group())), config)
@@ -239,6 +246,15 @@ class StepSampler:
     def _draw(self, count: int) -> Sequence[Draw]:
         prompts = self._prompts.next(count)
         return draw_prompts(prompts, self._ids, num_samples=self._config.batching.samples_per_prompt)
+
+
+@contextmanager
+def _named_step(step: int) -> Iterator[None]:
+    """Say in which step a curriculum failed: its rounds are no steps."""
+    try:
+        yield
+    except CurriculumError as error:
+        raise CurriculumError(f"step {step}: {error}") from error
 
 
 def _nothing_left(scoring: Metrics) -> RewardError:

@@ -71,6 +71,8 @@ class CheckpointSaver:
         self._on_saved = on_saved
         self._on_problem = on_problem
         self._under_way: _UnderWay | None = None
+        self._measured: tuple[int, float] | None = None
+        """Step and value of the metric of `checkpoint.keep_best`, the newest that is known."""
         self.saved_step: int | None = None
         """The newest step that is saved, or whose save is under way."""
         self.failure: CheckpointError | None = None
@@ -124,6 +126,8 @@ class CheckpointSaver:
         under_way, self._under_way = self._under_way, None
         step = under_way.step
         try:
+            # What is known already is written before the checkpoint is whole: a kill in between must not lose it.
+            self._record_score(step)
             folder = self._store.commit(step, self._collect(under_way))
         except CheckpointError as error:
             self._fail(step, error)
@@ -165,16 +169,24 @@ class CheckpointSaver:
         return f"the newest checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint"
 
     def record_metrics(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Note the metric of `checkpoint.keep_best`, which is known after a step is saved."""
+        """Note the metric of `checkpoint.keep_best`, which may be known before a step is saved, or only afterwards."""
         best = self._config.keep_best
-        if step != self.saved_step or best is None or best not in numbers:
+        if best is None or best not in numbers:
+            return
+        self._measured = step, numbers[best]
+        if step == self.saved_step:
+            self._record_score(step)
+            self.prune()
+
+    def _record_score(self, step: int) -> None:
+        """Write the metric of a step beside the checkpoints, if it is known."""
+        best = self._config.keep_best
+        if best is None or self._measured is None or self._measured[0] != step:
             return
         try:
-            self._store.record_score(step, best, numbers[best])
+            self._store.record_score(step, best, self._measured[1])
         except CheckpointError as error:
             self._on_problem(str(error))
-        else:
-            self.prune()
 
     def prune(self) -> None:
         """Remove what nothing keeps; that it cannot be removed costs space, not the run."""

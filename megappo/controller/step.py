@@ -28,6 +28,7 @@ from megappo.config.algorithm import Aggregation, AlgorithmConfig
 from megappo.config.algorithm_declarations import AdvantageScope, selects_tokens
 from megappo.config.run import RunConfig
 from megappo.controller.comparison import StepComparison
+from megappo.controller.observation import NoObservation, StepObservation
 from megappo.controller.order import engines_take_turns, needs_old_log_probs
 from megappo.controller.parity import check_parity, check_update, gather_gaps
 from megappo.controller.ports import ActorClient, CriticClient, RewardClient, RolloutClient, Shard, WeightSync
@@ -58,6 +59,7 @@ class Components:
     throughput: StepThroughput
     records: RecordSink = field(default_factory=RecordSink)
     """Where steps are recorded, and who hears of steps in which engines and trainer disagree."""
+    observation: StepObservation = field(default_factory=NoObservation)
     step_sampler: StepSampler = field(init=False)
     recorder: StepRecorder = field(init=False)
 

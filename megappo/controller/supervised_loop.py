@@ -231,9 +231,9 @@ class SupervisedLoop:
                     measured.append(self._task.validate())
         metrics = merge([*measured, timer.metrics(), self._batch_metrics(rows, timer.seconds("step"))])
         self._observer.on_step(number, self.total_steps, metrics, self.state.running_loss)
+        self._checkpoints.record_metrics(number, values(metrics))
         if self._is_due(self._config.save_freq):
             self._save()
-            self._checkpoints.record_metrics(number, values(metrics))
 
     def _count(self, number: int, loss: float) -> None:
         """Note a finished step."""

@@ -5,7 +5,9 @@ object per training source, so that the shares of mixed sources stay as they are
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +52,12 @@ class Curriculum(Protocol):
         ...
 
 
+class CurriculumError(DataError):
+    """A curriculum raised an error, or gave something that is no order, while the run was going on."""
+
+    exit_code = 1
+
+
 CURRICULA: Registry[Callable[..., Curriculum]] = Registry("curriculum")
 
 
@@ -87,9 +95,12 @@ def stored_state(curriculum: Curriculum) -> dict[str, Any]:  # Any: what JSON ho
     """Return the state as a JSON file will hold it.
 
     Raises:
+        CurriculumError: `state_dict` raised.
         DataError: JSON does not hold it, or not as it is (keys that are no text come back as text).
     """
-    name, state = type(curriculum).__qualname__, curriculum.state_dict()
+    name = type(curriculum).__qualname__
+    with calling(curriculum, "state_dict()"):
+        state = curriculum.state_dict()
     try:
         stored = json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
@@ -106,19 +117,33 @@ def round_of(curriculum: Curriculum, number: int, prompts: Sequence[Prompt]) -> 
     """Return the positions of the draws of a round, [draws] int64.
 
     Raises:
-        DataError: there are none, or they are no positions of prompts.
+        CurriculumError: `order` raised, there are none, or they are no positions of prompts.
     """
     name = type(curriculum).__qualname__
-    order = np.asarray(curriculum.order(number, prompts))
+    with calling(curriculum, f"order({number}, ...)"):
+        order = np.asarray(curriculum.order(number, prompts))
     if order.ndim != 1 or len(order) == 0 or not np.issubdtype(order.dtype, np.integer):
-        raise DataError(
+        raise CurriculumError(
             f"data.curriculum: {name}.order({number}, ...) must return positions of prompts, at least one, "
             f"found {order!r:.80}"
         )
     wrong = order[(order < 0) | (order >= len(prompts))]
     if len(wrong):
-        raise DataError(
+        raise CurriculumError(
             f"data.curriculum: {name}.order({number}, ...) returned position {wrong[0]}, and there are "
             f"{len(prompts)} prompts"
         )
     return order.astype(np.int64)
+
+
+@contextmanager
+def calling(curriculum: Curriculum, method: str) -> Iterator[None]:
+    """Run a method of a curriculum. Raises CurriculumError with whatever it raises, and where."""
+    try:
+        yield
+    except Exception as error:  # the boundary to a class from outside
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise CurriculumError(
+            f"data.curriculum: {type(curriculum).__qualname__}.{method} raised {type(error).__name__}: {error} "
+            f"({at.filename}:{at.lineno})"
+        ) from error

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
+import aiohttp
 import fsspec
 from fsspec.utils import infer_compression
 
@@ -41,8 +42,8 @@ class DataFile:
                 yield cast(BinaryIO, file)
         except IsADirectoryError as error:
             raise DataError(f"{self.name}: is a folder (give its files: {self.name}/*)") from error
-        except (OSError, EOFError, ImportError) as error:
-            raise DataError(f"{self.name}: cannot be read: {error}") from error
+        except (OSError, EOFError, ImportError, aiohttp.ClientError) as error:
+            raise DataError(f"{self.name}: cannot be read: {_why(error)}") from error
         except ValueError as error:
             if compression is None or isinstance(error, UnicodeError):
                 raise
@@ -53,7 +54,7 @@ def find_files(config: SourceConfig) -> list[DataFile]:
     """Return the files of `path`, sorted by name.
 
     Raises:
-        DataError: no path, no such file system, or no file matches.
+        DataError: no path, no such file system, it does not answer, or no file matches.
     """
     where = f"data source {config.kind}"
     if config.path is None:
@@ -61,8 +62,10 @@ def find_files(config: SourceConfig) -> list[DataFile]:
     system, path = _system(config, config.path, where)
     try:
         found = sorted(glob.glob(path, recursive=True)) if _is_local(config.path) else sorted(system.glob(path))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{where}: path={config.path} cannot be listed: {error}") from error
+        if not found and not _is_local(config.path):
+            _ask_for(system, path)
+    except Exception as error:  # the boundary to a file system, whose package has errors of its own
+        raise DataError(f"{where}: path={config.path} cannot be read: {_why(error)}") from error
     if not found:
         raise DataError(f"{where}: no file matches path={config.path}")
     return [DataFile(name=_name(system, name, config.path), system=system, path=name) for name in found]
@@ -82,6 +85,22 @@ def find_folder(config: SourceConfig) -> DataFile:
 def within(folder: DataFile, name: str) -> DataFile:
     """Return a file or folder inside a folder; it need not exist."""
     return DataFile(name=f"{folder.name}/{name}", system=folder.system, path=f"{folder.path}/{name}")
+
+
+def _ask_for(system: Any, path: str) -> None:  # Any: fsspec has no types
+    """Raise what keeps a path from being there. Some systems take a host that is down for one without files."""
+    try:
+        system.info(path)
+    except FileNotFoundError as error:
+        if error.__cause__ is not None:
+            raise
+
+
+def _why(error: BaseException) -> str:
+    """Return what went wrong, in words. A file that is not found may be a host that is not: that is its cause."""
+    while isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__
 
 
 def _is_local(path: str) -> bool:

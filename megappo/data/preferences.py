@@ -11,6 +11,7 @@ Rules (asserted by tests/data/test_preferences.py):
 3. Both texts of a pair are left out together, for one reason.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -21,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.batch.fields import fingerprint_of, offsets_of
 from megappo.batch.stages import PreferenceBatch, TextBatch
-from megappo.config.data import SourceConfig
+from megappo.config.data import BadRow, SourceConfig
 from megappo.data.chat import encode, render
-from megappo.data.sources import read_rows
-from megappo.data.types import Message, Row
+from megappo.data.sources import BAD_ROW_REMEDY, read_source, refusal
+from megappo.data.types import LeftOut, Message, Row
 from megappo.errors import DataError
 
 
@@ -57,7 +58,7 @@ class PreferenceSet:
     pairs: PreferenceBatch
     """The preferred text of pair p is sequence 2 p, the other one 2 p + 1."""
     filtered: dict[str, int] = field(default_factory=dict)
-    """Reason (`too_long`, `empty`, `equal`) -> pairs; reasons without pairs are absent."""
+    """Reason (`too_long`, `empty`, `equal`, `bad`: no pair) -> rows; reasons without rows are absent."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -76,28 +77,40 @@ def load_preferences(
     """Read, render and tokenise the pairs of a source.
 
     Raises:
-        DataError: a row cannot be used, or no pair is left.
+        DataError: a row is no pair and `source.on_bad_row` is `refuse`, or no pair is left.
     """
-    rows = read_rows(replace(source, prompt_column=columns.chosen, answer_column=None))
-    read = [_pair(row, columns, tokenizer) for row in rows]
+    found = read_source(replace(source, prompt_column=columns.chosen, answer_column=None))
+    total = len(found.rows) + len(found.left_out)
+    # An answer without text is no fault of the row, whichever of the two it is.
+    bad = [entry for entry in found.left_out if entry.reason != "empty"]
+    filtered = Counter({"empty": len(found.left_out) - len(bad)})
+    read: list[_Pair] = []
+    for row in found.rows:
+        try:
+            read.append(_pair(row, columns, tokenizer))
+        except DataError as error:
+            bad.append(LeftOut(row=row.row, reason="no_pair", message=str(error)))
+    if bad and source.on_bad_row is BadRow.refuse:
+        raise refusal(source, bad, total, remedy=BAD_ROW_REMEDY)
+    filtered["bad"] = len(bad)
     texts = [text for pair in read for text in pair.texts]
     encoded = score_tokens(texts, [True] * len(texts), tokenizer, pad_token_id=limits.pad_token_id)
     kept: list[int] = []
-    filtered: dict[str, int] = {}
     for number, pair in enumerate(read):
         reason = _fault(pair, encoded[2 * number : 2 * number + 2], limits.max_tokens)
         if reason is None:
             kept.append(number)
         else:
-            filtered[reason] = filtered.get(reason, 0) + 1
+            filtered[reason] += 1
+    counts = {reason: count for reason, count in filtered.items() if count}
     if not kept:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in filtered.items())
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
         raise DataError(
-            f"preference pairs ({source.path or source.kind}): 0 of {len(rows)} rows left ({reasons}; "
+            f"preference pairs ({source.path or source.kind}): 0 of {total} rows left ({reasons}; "
             f"most tokens of a text: {limits.max_tokens}; raise it or give other pairs)"
         )
     tokens = [encoded[text] for pair in kept for text in (2 * pair, 2 * pair + 1)]
-    return PreferenceSet(pairs=_batch(tokens, [read[pair].margin for pair in kept]), filtered=filtered)
+    return PreferenceSet(pairs=_batch(tokens, [read[pair].margin for pair in kept]), filtered=counts)
 
 
 def score_tokens(
@@ -223,6 +236,6 @@ def _column(row: Row, name: str) -> Any:  # Any: the caller checks the value
     if value is None:
         raise DataError(
             f"{row.source} row {row.row}: column {name!r} is missing or null (rm.chosen_column, rm.rejected_column, "
-            f"rm.prompt_column and rm.margin_column name columns; others of the row are {', '.join(row.extra)})"
+            f"rm.prompt_column and rm.margin_column name columns; the row has {', '.join(row.extra) or 'no others'})"
         )
     return value

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megappo.data.curriculum import Curriculum, round_of, stored_state
+from megappo.data.curriculum import Curriculum, CurriculumError, calling, round_of, stored_state
 from megappo.data.types import Prompt
 from megappo.errors import DataError
 from megappo.observability.metrics import Metrics, mean
@@ -205,7 +205,10 @@ class _Rounds:
     def observe(self, results: Sequence[Scored]) -> None:
         """Pass on what became of prompts."""
         places = [(prompt.origin, prompt.row) for prompt, _ in results]
-        self._curriculum.observe([self._positions[place] for place in places], [list(scores) for _, scores in results])
+        with calling(self._curriculum, f"observe({len(places)} prompts)"):
+            self._curriculum.observe(
+                [self._positions[place] for place in places], [list(scores) for _, scores in results]
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return where drawing goes on."""
@@ -220,15 +223,19 @@ class _Rounds:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken."""
         self._number, self._position, self._at_begin = state["round"], state["position"], state["at_begin"]
-        self._curriculum.load_state_dict(dict(self._at_begin))
+        self._load(self._at_begin)
         begun = self._number >= 0
         self._order = round_of(self._curriculum, self._number, self._prompts) if begun else np.zeros(0, dtype=np.int64)
         if self._position > len(self._order):
-            raise DataError(
+            raise CurriculumError(
                 f"data.curriculum: {self.name}.order({self._number}, ...) gave {len(self._order)} draws and had given "
                 "more before the checkpoint (all that it depends on must be in its state)"
             )
-        self._curriculum.load_state_dict(dict(state["now"]))
+        self._load(state["now"])
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        with calling(self._curriculum, "load_state_dict(...)"):
+            self._curriculum.load_state_dict(dict(state))
 
 
 def epoch_order(count: int, epoch: int, *, seed: int, shuffle: bool) -> np.ndarray:

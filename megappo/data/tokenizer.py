@@ -1,5 +1,6 @@
 """Tokenizers: loading from a folder, text of sampled tokens, and the character tokenizer of small models."""
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ GENERATION_PROMPT = ">"
 """What the chat template of the character tokenizer writes before an answer."""
 UNKNOWN = "\ufffd"
 """Stands for a sampled id that the tokenizer has no token for (vocabularies of models are often padded)."""
+
+_TOKENIZER_FILE = "tokenizer.json"
+_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes that add nothing to tokenizer.json. AutoTokenizer takes another one in their place for some types of models
+(MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in transformers' tokenization_auto.py, qwen2 among them), which splits text
+in its own way and leaves out what it then does not know."""
 
 _CHARACTER_TEMPLATE = (
     "{% for message in messages %}"
@@ -36,12 +43,24 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     if not Path(path).is_dir():
         raise DataError(f"tokenizer: {path!r} is not a folder (set model.path to a Hugging Face model folder)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = _tokenizer_class(Path(path)).from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"tokenizer: {path} holds no tokenizer that can be loaded: {error}") from error
+    # Without files transformers makes one of the model's type that knows no text.
+    files = sorted({_TOKENIZER_FILE, *tokenizer.vocab_files_names.values()})
+    if not any((Path(path) / file).is_file() for file in files):
+        raise DataError(f"tokenizer: {path} holds no tokenizer: none of {', '.join(files)} (copy the model's there)")
     if tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer: {path} has no end token (set eos_token in its tokenizer_config.json)")
     return with_chat_template(tokenizer, chat_template)
+
+
+def _tokenizer_class(folder: Path) -> Any:  # Any: classes that share no more than `from_pretrained`
+    """Return what loads the tokenizer as it was saved."""
+    config = folder / "tokenizer_config.json"
+    saved: Any = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    is_generic = saved.get("tokenizer_class") in _GENERIC and (folder / _TOKENIZER_FILE).is_file()
+    return PreTrainedTokenizerFast if is_generic else AutoTokenizer
 
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> PreTrainedTokenizerBase:

@@ -27,6 +27,10 @@ class Backend:
         """Return what this process's device is called: CUDA's name of the GPU, or `cpu`."""
         return torch.cuda.get_device_name() if self.kind == "cuda" else "cpu"
 
+    def device_bytes(self) -> int | None:
+        """Return the memory of this process's device; None on CPU, where processes share that of the machine."""
+        return torch.cuda.get_device_properties(0).total_memory if self.kind == "cuda" else None
+
     def peak_memory_bytes(self) -> int:
         """Return the most memory that this process has held: of tensors on its GPU, or on CPU all of it."""
         if self.kind == "cuda":

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     _new_process_group_helper,
+    _set_pg_timeout,
     _world,
 )
 
@@ -46,7 +47,7 @@ def init_model_parallel(parallelism: ParallelismConfig, *, seed: int, timeout_s:
     Rank order is Megatron's: tensor fastest, then context, data, pipeline.
 
     Args:
-        timeout_s: longest wait in a collective of these groups.
+        timeout_s: longest wait in a collective of these groups and of the default one.
 
     Raises:
         CapabilityError: the world cannot be cut this way.
@@ -75,6 +76,8 @@ def init_model_parallel(parallelism: ParallelismConfig, *, seed: int, timeout_s:
         expert_tensor_parallel_size=parallelism.expert_tensor,
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # only becomes a timedelta
     )
+    # The default group was given what a start may take; from now on it waits as long as the others.
+    _set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
     seed_random_streams(seed)
 
 
@@ -158,6 +161,11 @@ def _is_number(address: str) -> bool:
 def named_group(name: str) -> dist.ProcessGroup:
     """Return the group made by `init_named_group`. Raises KeyError if there is none."""
     return _named_groups[name]
+
+
+def is_named(group: dist.ProcessGroup) -> bool:
+    """Whether a group was made by `init_named_group`: its ranks are its own, not those of the default world."""
+    return group in _named_groups.values()
 
 
 def destroy_named_group(name: str) -> None:

@@ -243,6 +243,12 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("timing/update_s", "s", "forward, backward and optimizer step", "-"),
     ),
     "Time": _area(
+        (
+            "timing/unix_s",
+            "s",
+            "when the line was written, since 1970; trackers take it as the time of its points",
+            "-",
+        ),
         ("timing/step_s", "s", "whole step, wall clock on the controller; the others are parts of it", "-"),
         (
             "timing/save_s",
@@ -279,6 +285,7 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ("timing/engine_recovery_s/max", "s", "longest time from the discovery of a failure to prompts again", "-"),
     ),
     "Throughput and engines": _area(
+        ("perf/restarts", "count", "restarts of the run by itself so far; with restart.max", "-"),
         ("perf/tokens_per_s", "tokens/s", "tokens of the step, prompts included, over its wall time", "-"),
         ("perf/tokens_per_s_per_device", "tokens/s", "the same, over all devices of the run", "-"),
         (
@@ -299,6 +306,13 @@ CATALOGUE: dict[str, list[MetricDoc]] = {
         ),
         ("perf/engine_idle_share/mean", "0-1", "time in which an engine has no prompts", "that time, over all engines"),
         ("perf/engine_idle_share/<engine>", "0-1", "the same of one engine", "that time"),
+        (
+            "perf/busy_share/<process>",
+            "0-1",
+            "steps that are traced: time in which a process (actor_0, critic_1, engine_0, reward_0) had something to "
+            "do, waiting for its peers in a collective included",
+            "timing/step_s",
+        ),
         ("perf/engines", "count", "engines that take prompts", "-"),
         ("perf/reward_hidden_ratio", "0-1", "scoring that the step did not wait for", "timing/reward_s"),
         ("perf/reward_retries", "count", "samples scored again because their reward failed (reward.retries)", "-"),

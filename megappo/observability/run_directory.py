@@ -2,7 +2,8 @@
 
 Holds config.yaml (resolved), metrics.jsonl, summary.json, reward_curve.png, mlflow.db, logs/ (a file per process),
 rollouts/ (sampled answers), generations/ (answers to validation prompts), records/ (steps written down for replay)
-and, where they are asked for, checkpoints/ and hf/ (Hugging Face folders of the actor).
+and, where they are asked for, checkpoints/, hf/ (Hugging Face folders of the actor), tensorboard/, traces/ and
+profiles/.
 """
 
 import json
@@ -19,6 +20,8 @@ import psutil
 from megappo.config.trainer import RunSection
 from megappo.errors import MegappoError
 
+PROFILES = "profiles"
+"""Folder of the profiles of phases."""
 _OWNER = "owner.pid"
 """Process that writes into the folder: its id and when it was started. It is gone when the run has ended."""
 _CLOCK_STEP_S = 2.0
@@ -70,6 +73,11 @@ class RunDirectory:
         return self.path / "records"
 
     @property
+    def traces(self) -> Path:
+        """Chrome traces of steps."""
+        return self.path / "traces"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -83,8 +91,9 @@ class RunDirectory:
         return self.path / "mlflow_run_id"
 
     def holds(self, path: Path) -> bool:
-        """Whether something is inside the folder."""
-        return self.path.resolve() in path.resolve().parents
+        """Whether something is inside the folder, or inside its checkpoints, which may be a link to another disk."""
+        own = {self.path.resolve(), self.checkpoints.resolve()}
+        return not own.isdisjoint(path.resolve().parents)
 
     def drop_steps_after(self, step: int) -> None:
         """Remove the files of later steps, which a run that resumes writes anew. Records stay: they may be why the run
@@ -113,7 +122,7 @@ def open_run_directory(run: RunSection, *, resume: str = "never") -> RunDirector
 def _open(path: Path, resume: str) -> RunDirectory:
     moved: Path | None = None
     if path.exists() and any(path.iterdir()):
-        _refuse_if_in_use(path)
+        refuse_if_in_use(path)
         if not _continues(path, resume):
             moved = _free_name(path)
             path.rename(moved)
@@ -124,7 +133,7 @@ def _open(path: Path, resume: str) -> RunDirectory:
     return directory
 
 
-def _refuse_if_in_use(path: Path) -> None:
+def refuse_if_in_use(path: Path) -> None:
     """Raise MegappoError when the process that writes into the folder is alive and has not ended the run."""
     try:
         pid, started = (path / _OWNER).read_text().split()
@@ -144,7 +153,7 @@ def _continues(path: Path, resume: str) -> bool:
         # A pointer, or checkpoints without one: `checkpoint.health` says what is wrong. What a kill left is none.
         names = [entry.name for entry in (path / "checkpoints").glob("*")]
         return any(re.fullmatch(r"latest|step_\d+(\.replaced)?", name) for name in names)
-    return path.resolve() in Path(resume).resolve().parents
+    return RunDirectory(path=path).holds(Path(resume))
 
 
 def _free_name(path: Path) -> Path:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megappo.observability.metrics import Metrics, total
+from megappo.observability.phases import phase
 
 
 class PhaseTimer:
@@ -29,7 +30,8 @@ class PhaseTimer:
             self._before()
         start = time.perf_counter()
         try:
-            yield
+            with phase(name):
+                yield
         finally:
             self._seconds[name] = self.seconds(name) + time.perf_counter() - start
 

@@ -1,16 +1,21 @@
-"""Where the numbers of a run go, and how a slow or broken tracker is kept from holding up the run."""
+"""Where the numbers of a run go: the ports of trackers, and metrics.jsonl, which every run has."""
 
 import json
 import math
 import os
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megappo.errors import MegappoError
 from megappo.observability.run_directory import must_be_written, write_atomically
+
+if TYPE_CHECKING:  # it reads what is written here
+    from megappo.observability.run_files import RunFiles
+
+WALL_TIME = "timing/unix_s"
+"""The metric of every line that says when it was written: trackers take it as the time of its points, so that a point
+that is sent twice, or late, is the same point."""
 
 Line = tuple[int, dict[str, float]]
 """A step and its numbers."""
@@ -21,27 +26,56 @@ Row = dict[str, str | float | None]
 
 
 class Tracker(Protocol):
-    """Receives the numbers and files of one run. Any method may raise; `close` is called once, last."""
+    """Keeps the numbers and files of one run. Any method may raise: it is then made anew, and catches up."""
 
-    def continue_run(self, lines: Sequence[Line]) -> None:
-        """Before anything is logged: this run goes on after steps that an earlier process has logged. Record those of
-        them that were lost with that process."""
+    def catch_up(self, files: "RunFiles") -> int:
+        """Record what the folder of the run holds and the tracker lacks, and nothing twice: always the first call.
+        Returns the last step of which a line was there, -1 for none."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the numbers of one step; step 0 is before the first."""
+        """Record the numbers of one step, with their time among them (WALL_TIME); step 0 is before the first."""
         ...
 
     def artifact(self, path: Path) -> None:
-        """Keep a copy of a file."""
+        """Keep a copy of a file, instead of an earlier one of its name."""
         ...
 
     def table(self, name: str, rows: Sequence[Row]) -> None:
-        """Keep a table under a name such as `generations/step_000060`; all rows have the same columns."""
+        """Keep a table under a name such as `generations/step_000060`, instead of an earlier one of that name; all rows
+        have the same columns."""
         ...
 
     def close(self, status: str) -> None:
-        """End the run: `finished`, `failed` or `interrupted`."""
+        """End the run: `finished`, `failed` or `interrupted`; always the last call."""
+        ...
+
+
+class RunTracker(Protocol):
+    """What a run tells its numbers and files to. Calls return at once; what they raise ends the run."""
+
+    def begin(self) -> None:
+        """The folder holds nothing any more but what belongs to this run."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """As of a tracker."""
+        ...
+
+    def artifact(self, path: Path) -> None:
+        """As of a tracker."""
+        ...
+
+    def table(self, name: str, rows: Sequence[Row]) -> None:
+        """As of a tracker, once the folder has a file of it."""
+        ...
+
+    def close(self, status: str) -> None:
+        """As of a tracker; `wait` waits for it."""
+        ...
+
+    def wait(self, began: float) -> None:
+        """Wait until everything is recorded, for a bounded time after `began` (`time.monotonic`)."""
         ...
 
 
@@ -54,8 +88,8 @@ class JsonlTracker:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def continue_run(self, lines: Sequence[Line]) -> None:
-        """Nothing to do: they are this file's."""
+    def begin(self) -> None:
+        """Nothing to do: the lines of a run that is resumed are cut before."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         with must_be_written(self._path), self._path.open("a", encoding="utf-8") as file:
@@ -72,6 +106,9 @@ class JsonlTracker:
     def close(self, status: str) -> None:
         """Nothing to do: every line is written."""
 
+    def wait(self, began: float) -> None:
+        """Nothing to do, likewise."""
+
 
 def _to_json(step: int, values: Mapping[str, float]) -> str:
     line = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
@@ -81,11 +118,15 @@ def _to_json(step: int, values: Mapping[str, float]) -> str:
 def keep_lines(path: Path, *, last_step: int) -> list[Line]:
     """Drop the lines of metrics.jsonl after `last_step` (a run that resumes writes them anew), and a last one that a
     killed process has not finished; returns the others."""
-    if not path.exists():
-        return []
-    kept = [line for line in _read_lines(path) if line[0] <= last_step]
-    write_atomically(path, "".join(_to_json(step, values) for step, values in kept))
+    kept = lines_until(path, last_step=last_step)
+    if path.exists():
+        write_atomically(path, "".join(_to_json(step, values) for step, values in kept))
     return kept
+
+
+def lines_until(path: Path, *, last_step: float = math.inf) -> list[Line]:
+    """Return the whole lines of metrics.jsonl up to `last_step`; none where there is no such file."""
+    return [line for line in _read_lines(path) if line[0] <= last_step] if path.exists() else []
 
 
 def last_line(path: Path) -> int:
@@ -108,65 +149,3 @@ def _read_lines(path: Path) -> Iterator[Line]:
                 ) from error
             return
         yield step, values
-
-
-_INTERRUPTED_S = 2.0
-"""Longest wait in `close` of an interrupted run."""
-
-
-class BackgroundTracker:
-    """Runs another tracker in a thread of its own. Calls return at once; the first failure is said once through
-    `warn` and ends the tracking, never the run.
-
-    Args:
-        make: makes the tracker, inside the thread (opening a database takes seconds).
-        name: for the warning.
-        warn: where the one warning goes.
-        close_timeout_s: longest wait in `close` for what is still queued.
-    """
-
-    def __init__(
-        self, make: Callable[[], Tracker], *, name: str, warn: Callable[[str], None], close_timeout_s: float = 30.0
-    ) -> None:
-        self._name = name
-        self._warn = warn
-        self._close_timeout_s = close_timeout_s
-        self._calls: queue.SimpleQueue[Callable[[Tracker], None]] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        # A daemon: a tracker that hangs must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, args=(make,), name=f"tracker-{name}", daemon=True)
-        self._thread.start()
-
-    def continue_run(self, lines: Sequence[Line]) -> None:
-        self._calls.put(lambda tracker: tracker.continue_run(lines))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        kept = dict(values)
-        self._calls.put(lambda tracker: tracker.log(step, kept))
-
-    def artifact(self, path: Path) -> None:
-        self._calls.put(lambda tracker: tracker.artifact(path))
-
-    def table(self, name: str, rows: Sequence[Row]) -> None:
-        self._calls.put(lambda tracker: tracker.table(name, rows))
-
-    def close(self, status: str) -> None:
-        def end(tracker: Tracker) -> None:
-            self._closing.set()
-            tracker.close(status)
-
-        self._calls.put(end)
-        # Someone who pressed Ctrl-C waits for the prompt; metrics.jsonl has every number.
-        timeout_s = min(_INTERRUPTED_S, self._close_timeout_s) if status == "interrupted" else self._close_timeout_s
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._warn(f"{self._name} did not take the last numbers within {timeout_s:.0f} s")
-
-    def _work(self, make: Callable[[], Tracker]) -> None:
-        try:
-            tracker = make()
-            while not self._closing.is_set():
-                self._calls.get()(tracker)
-        # Any failure of somebody else's server or library; this is the boundary behind which it stays.
-        except Exception as error:
-            self._warn(f"{self._name} failed, the run goes on without it: {type(error).__name__}: {error}")

@@ -2,9 +2,31 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megappo.errors import DataError
+
+REQUIRE_STOP = "require_stop"
+"""Parameter of every reward: a response that did not end by itself scores 0."""
+
+
+class MissingParams(DataError):
+    """Parameters that a reward needs are not given."""
+
+    def __init__(self, reward: str, names: Sequence[str]) -> None:
+        self.reward, self.names = reward, list(names)
+        super().__init__(f"reward {reward}: {', '.join(f'params.{name}' for name in names)} must be given")
+
+    def __reduce__(self) -> tuple[type, tuple[str, list[str]]]:
+        return type(self), (self.reward, self.names)
+
+
+def check_names(reward: str, given: Collection[str], *, known: Sequence[str] | None, needed: Sequence[str]) -> None:
+    """Require that parameters are known (None: any is), and that those without a default are given."""
+    if known is not None and (unknown := [name for name in given if name not in known]):
+        raise DataError(f"reward {reward}: params.{unknown[0]} is unknown (use {', '.join([*known, REQUIRE_STOP])})")
+    if missing := [name for name in needed if name not in given]:
+        raise MissingParams(reward, missing)
 
 
 def check_switch(reward: str, key: str, value: object) -> None:

@@ -6,7 +6,7 @@ from megappo.errors import DataError
 from megappo.rewards.checks import check_count, check_number, check_switch
 from megappo.rewards.code_cases import Verdict, find_program, read_cases
 from megappo.rewards.sandbox.host import Limits, check_sandbox, run_programs
-from megappo.rewards.types import Reward, Sample
+from megappo.rewards.types import CallLimit, Reward, Sample
 
 _MB = 1 << 20
 _KB = 1 << 10
@@ -61,6 +61,11 @@ class CodeReward:
             processes=self.processes,
         )
         check_sandbox(self._limits)
+
+    @property
+    def call_limit(self) -> CallLimit:
+        """All runs of a sample."""
+        return CallLimit(seconds=self.total_s, param="total_s")
 
     async def __call__(self, sample: Sample) -> Reward:
         """Score one sample.

@@ -21,9 +21,11 @@ import orjson
 
 from megappo.errors import DataError, RewardError
 from megappo.rewards.checks import check_count, check_number
-from megappo.rewards.types import Reward, Sample
+from megappo.rewards.types import CallLimit, Reward, Sample
 
 _BUSY = 429
+_MOST_RETRIES = 20
+"""Waits double: with more of them the last one alone would be weeks."""
 _SHOWN = 300
 """Characters of an answer that are quoted."""
 
@@ -52,7 +54,7 @@ class HttpReward:
         if not _is_address(self.url):
             raise DataError(f"reward http: params.url={self.url!r} must be http:// or https:// and a host")
         check_number("http", "timeout_s", self.timeout_s, least=0.001)
-        check_count("http", "retries", self.retries, least=0)
+        check_count("http", "retries", self.retries, least=0, most=_MOST_RETRIES)
         check_number("http", "backoff_s", self.backoff_s, least=0.0)
         self._headers = {"Content-Type": "application/json"}
         if self.api_key_env is not None:
@@ -63,6 +65,16 @@ class HttpReward:
                     "(set it where the reward processes start)"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
+
+    @property
+    def call_limit(self) -> CallLimit:
+        """All tries of a call, with the waits between."""
+        waits = self.backoff_s * (2**self.retries - 1)
+        return CallLimit(
+            seconds=self.timeout_s * (self.retries + 1) + waits,
+            param="timeout_s",
+            beside=f"retries={self.retries}, backoff_s={self.backoff_s:g}",
+        )
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward]:
         """Score the samples, in order. Raises RewardError: no answer after all tries, or one that is no scores."""

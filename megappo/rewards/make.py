@@ -1,14 +1,14 @@
 """From the configuration to reward functions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar, cast
 
 from megappo.config.reward import RewardTerm, RewardTerms, terms_of
-from megappo.errors import DataError, MegappoError, Violation
+from megappo.errors import MegappoError, Violation
 from megappo.registry import Registry
 from megappo.rewards.calling import Term
-from megappo.rewards.checks import check_switch
+from megappo.rewards.checks import REQUIRE_STOP, MissingParams, check_names, check_switch
 from megappo.rewards.code import CodeReward
 from megappo.rewards.composed import ComposedReward
 from megappo.rewards.exact_match import ExactMatch
@@ -23,10 +23,7 @@ from megappo.rewards.outside import batch_function, make_outside
 from megappo.rewards.reasoning_gym import ReasoningGym
 from megappo.rewards.repetition import Repetition
 from megappo.rewards.reward_model import RewardModelScore
-from megappo.rewards.types import RewardFunction, Sample
-
-REQUIRE_STOP = "require_stop"
-"""Parameter of every reward: a response that did not end by itself scores 0."""
+from megappo.rewards.types import LimitsItself, RewardFunction, Sample
 
 Made = TypeVar("Made")
 
@@ -38,18 +35,13 @@ def from_params(kind: Callable[..., Made], **given: Any) -> Callable[[RewardTerm
         given: field -> name of the key of RewardTerm that fills it.
     """
 
+    own = [field for field in fields(kind) if field.init and field.name not in given]  # type: ignore[arg-type]
+    known = [field.name for field in own]
+    needed = [field.name for field in own if field.default is MISSING and field.default_factory is MISSING]
+
     def make(config: RewardTerm) -> Made:
-        keys = {field: getattr(config, key) for field, key in given.items()}
-        known = [field.name for field in fields(kind) if field.init and field.name not in given]  # type: ignore[arg-type]
-        for name in config.params:
-            if name not in known:
-                raise DataError(
-                    f"reward {config.name}: params.{name} is unknown (use {', '.join([*known, REQUIRE_STOP])})"
-                )
-        try:
-            return kind(**keys, **config.params)
-        except TypeError as error:
-            raise DataError(f"reward {config.name}: params={config.params}: {error}") from error
+        check_names(config.name, config.params, known=known, needed=needed)
+        return kind(**{field: getattr(config, key) for field, key in given.items()}, **config.params)
 
     return make
 
@@ -86,11 +78,12 @@ def make_rewards(sections: Mapping[str, RewardTerms]) -> dict[str, ComposedRewar
     return {name: make_reward(section) for name, section in sections.items()}
 
 
-def reward_violations(sections: Mapping[str, RewardTerms]) -> list[Violation]:
+def reward_violations(sections: Mapping[str, RewardTerms], *, timeout_s: float) -> list[Violation]:
     """Return what is wrong with rewards that shows when they are made, all of it. A `model` is not loaded for that.
 
     Args:
         sections: by the key of the configuration that holds them.
+        timeout_s: longest time of one call (`reward.timeout_s`).
     """
     found: list[Violation] = []
     for section, terms in sections.items():
@@ -98,9 +91,12 @@ def reward_violations(sections: Mapping[str, RewardTerms]) -> list[Violation]:
             unknown = term.name not in REWARDS.names() and ":" not in term.name  # another rule tells of that
             if unknown or term.name == "model":
                 continue
-            key = f"{section}.terms.{name}" if name else f"{section}.name"
+            place = f"{section}.terms.{name}" if name else section
+            key = place if name else f"{section}.name"
             try:
-                _make_term(name, term)
+                found += _too_slow(_make_function(term), place, timeout_s)
+            except MissingParams as error:
+                found += [_missing(f"{place}.params.{param}", term.name) for param in error.names]
             except MegappoError as error:
                 found.append(Violation(key=key, value=term.name, rule=f"cannot be made: {error}", remedy=_REMEDY))
             except Exception as error:  # the boundary to a reward from outside: whatever its class raises
@@ -112,17 +108,41 @@ def reward_violations(sections: Mapping[str, RewardTerms]) -> list[Violation]:
 _REMEDY = "docs/rewards.md lists the rewards and their params"
 
 
-def _make_term(name: str, config: RewardTerm) -> Term:
-    require_stop = config.params.get(REQUIRE_STOP, False)
-    check_switch(config.name, REQUIRE_STOP, require_stop)
-    own = replace(config, params={key: value for key, value in config.params.items() if key != REQUIRE_STOP})
+def _missing(key: str, reward: str) -> Violation:
+    return Violation(key=key, value="null", rule=f"must be given for the reward {reward}", remedy=f"add {key}=...")
+
+
+def _too_slow(reward: object, place: str, timeout_s: float) -> list[Violation]:
+    """A reward that limits its calls by itself does so before `reward.timeout_s` kills what it is doing."""
+    limit = reward.call_limit if isinstance(reward, LimitsItself) else None
+    if limit is None or limit.seconds < timeout_s:
+        return []
+    beside = f" with {limit.beside}" if limit.beside else ""
+    return [
+        Violation(
+            key=f"{place}.params.{limit.param}",
+            value=f"{getattr(reward, limit.param):g}",
+            rule=f"lets a call take {limit.seconds:g} s{beside}, and reward.timeout_s={timeout_s:g} must be longer",
+            remedy=f"lower it, or raise reward.timeout_s above {limit.seconds:g}",
+        )
+    ]
+
+
+def _make_function(config: RewardTerm) -> object:
+    """Return what scores: a function of one sample, or an object with `score`."""
+    own = {key: value for key, value in config.params.items() if key != REQUIRE_STOP}
+    check_switch(config.name, REQUIRE_STOP, config.params.get(REQUIRE_STOP, False))
     entry = REWARDS.get(config.name)
-    reward = make_outside(config.name, entry, own.params) if ":" in config.name else entry(own)
+    return make_outside(config.name, entry, own) if ":" in config.name else entry(replace(config, params=own))
+
+
+def _make_term(name: str, config: RewardTerm) -> Term:
+    reward = _make_function(config)
     batch = batch_function(reward)
     return Term(
         label=f"reward term {name} ({config.name})" if name else f"reward {config.name}",
         weight=config.weight,
         score=batch,
         score_one=None if batch else cast(Callable[..., Any], reward),
-        require_stop=require_stop,
+        require_stop=config.params.get(REQUIRE_STOP, False),
     )

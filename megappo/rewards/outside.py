@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, cast
 
 from megappo.errors import DataError
+from megappo.rewards.checks import check_names
 from megappo.rewards.types import Sample
 
 
@@ -43,12 +44,13 @@ def _check_params(name: str, target: Callable[..., Any], params: Mapping[str, An
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # some functions of C have none
         return
-    known = [parameter.name for parameter in list(signature.parameters.values())[taken:]]
+    own = list(signature.parameters.values())[taken:]
+    by_keyword = [one for one in own if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = None if any(one.kind is one.VAR_KEYWORD for one in own) else [one.name for one in by_keyword]
+    check_names(name, params, known=known, needed=[one.name for one in by_keyword if one.default is one.empty])
     sample = Sample(prompt="", response="", answer=None)
     try:
         signature.bind(*[sample] * taken, **params)
     except TypeError as error:
-        raise DataError(
-            f"reward {name}: params={dict(params)}: {error} "
-            f"(its parameters are {', '.join(known) or 'none'}{'; the first argument is the sample' if taken else ''})"
-        ) from error
+        called = "the sample and " if taken else ""
+        raise DataError(f"reward {name}: cannot be called with {called}params={dict(params)}: {error}") from error

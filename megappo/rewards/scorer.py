@@ -19,6 +19,7 @@ from typing import Any
 from megappo.config.reward import RewardTerms, terms_of
 from megappo.errors import MegappoError
 from megappo.observability.logging import get_logger
+from megappo.observability.phases import phase
 from megappo.rewards.calling import Outcome
 from megappo.rewards.composed import join_terms
 from megappo.rewards.process_handle import ScoringProcess, start_process
@@ -87,6 +88,22 @@ class _Unit:
         return [self.job.samples[position] for position in self.positions]
 
 
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A unit that is being scored."""
+
+    unit: _Unit
+    late: asyncio.TimerHandle
+    told: phase
+    """What this process does, for reports of hangs: it is entered, and left with the answer."""
+
+    def end(self) -> _Unit:
+        """Wait for it no longer."""
+        self.late.cancel()
+        self.told.__exit__(None, None, None)
+        return self.unit
+
+
 class Scorer:
     """One scoring process at a time. All methods run in one event loop."""
 
@@ -105,7 +122,7 @@ class Scorer:
         self._queue: deque[_Unit] = deque()
         self._suspects: deque[_Unit] = deque()
         """Units that are scored alone."""
-        self._in_flight: dict[int, tuple[_Unit, asyncio.TimerHandle]] = {}
+        self._in_flight: dict[int, _Sent] = {}
         self._jobs: set[_Job] = set()
         self._next_number = 0
         self._error: MegappoError | None = None
@@ -198,11 +215,20 @@ class Scorer:
             late = asyncio.get_running_loop().call_later(
                 self._settings.timeout_s + _GRACE_S, self._out_of_time, self._process, number
             )
-            self._in_flight[number] = (unit, late)
+            told = phase(
+                "score",
+                reward=samples[0].reward or "(the only one)",
+                term=unit.term or "(the only one)",
+                samples=len(samples),
+                first_response=f"{samples[0].response!r:.60}",
+                process=self._process.popen.pid,
+            )
+            told.__enter__()
+            self._in_flight[number] = _Sent(unit, late, told)
 
     def _next_unit(self) -> _Unit | None:
         if len(self._in_flight) >= self._settings.concurrency or any(
-            unit.alone for unit, _ in self._in_flight.values()
+            sent.unit.alone for sent in self._in_flight.values()
         ):
             return None
         if self._suspects:
@@ -212,8 +238,7 @@ class Scorer:
     def _answered(self, process: ScoringProcess, answer: Answer) -> None:
         if process is not self._process:
             return
-        unit, late = self._in_flight.pop(answer.number)
-        late.cancel()
+        unit = self._in_flight.pop(answer.number).end()
         if answer.stuck:
             self._replace(process, FailureKind.timed_out, guilty=unit)
         else:
@@ -252,9 +277,7 @@ class Scorer:
         Args:
             guilty: the unit because of which, which is not in flight any more; None: one of those in flight.
         """
-        for _, late in self._in_flight.values():
-            late.cancel()
-        others = [unit for unit, _ in self._in_flight.values()]
+        others = [sent.end() for sent in self._in_flight.values()]
         self._in_flight.clear()
         self._process = None
         self._restarts += 1

@@ -20,6 +20,7 @@ from threading import Thread
 
 from megappo.config.reward import RewardTerms
 from megappo.errors import MegappoError
+from megappo.observability.stacks import show_stacks_on_signal
 from megappo.rewards.calling import Caller, Outcome
 from megappo.rewards.composed import ComposedReward
 from megappo.rewards.make import make_rewards
@@ -95,6 +96,7 @@ def main(descriptor: int, stacks: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(file=2)
     faulthandler.register(SHOW_STACKS, file=stacks, all_threads=True)
+    show_stacks_on_signal()
     connection = socket.socket(fileno=descriptor)
     settings = _receive(connection)
     if settings is None:

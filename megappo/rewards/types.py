@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megappo.errors import DataError
 
@@ -61,6 +61,26 @@ class RewardFunction(Protocol):
     coroutine function (`async def`)."""
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Reward | float] | Awaitable[Sequence[Reward | float]]: ...
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CallLimit:
+    """How long one call of a reward may take by its own parameters; `reward.timeout_s` must be longer, or it would end
+    calls that the reward has not given up."""
+
+    seconds: float
+    param: str
+    """The parameter to lower."""
+    beside: str = ""
+    """Others that count, with their values."""
+
+
+@runtime_checkable
+class LimitsItself(Protocol):
+    """A reward that ends its calls by itself."""
+
+    @property
+    def call_limit(self) -> CallLimit: ...
 
 
 class FailureKind(StrEnum):

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megappo.config.cluster import DeviceKind
 from megappo.config.model import ModelConfig
+from megappo.config.profile import ProfileConfig
 from megappo.config.rollout import PauseMode, RolloutConfig, SamplingConfig
 from megappo.weights.buckets import BucketMeta
 from megappo.weights.checksums import HeldTensor
@@ -249,6 +250,19 @@ class RolloutEngine(Generation, Protocol):
 
     async def stop(self) -> None:
         """End the engine and all its processes; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class ProfilesItself(Protocol):
+    """What an engine may have besides: a profiler of its own, since it works in another process."""
+
+    async def begin_profile(self, folder: Path, prefix: str, config: ProfileConfig) -> None:
+        """Profile from now on, into files of the folder whose names begin so."""
+        ...
+
+    async def end_profile(self) -> None:
+        """Write the profile."""
         ...
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megappo.config.rollout import PauseMode, SamplingConfig
 from megappo.device.backend import Backend, resolve_backend
 from megappo.errors import CapabilityError, EngineError
+from megappo.observability.phases import in_phase
 from megappo.rollout.continuation import INTERRUPT_S, has_news, no_token
 from megappo.rollout.engine import EngineSpec, GenerateRequest, GroupOutput, WeightGroup
 from megappo.rollout.hf_decoding import GROUPED_ATTENTION
@@ -257,7 +258,7 @@ class HFEngine:
     async def _run(self, phase: str, work: Callable[[], T], timeout_s: float) -> T:
         """Run blocking work in the engine's thread. Raises EngineError naming the phase."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._thread.submit(work)), timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(self._thread.submit(in_phase(phase)(work))), timeout_s)
         except TimeoutError:
             raise self._too_late(phase, timeout_s) from None
         except (RuntimeError, ValueError, IndexError, OSError) as error:

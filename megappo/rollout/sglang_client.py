@@ -89,6 +89,14 @@ class SGLangClient:
         """Take the memory of some parts again; their contents are not what they were."""
         await self.call("wake", "POST", "/resume_memory_occupation", {"tags": tags}, timeout_s)
 
+    async def start_profile(self, body: Mapping[str, object], *, timeout_s: float) -> None:
+        """Begin a profile by torch.profiler in all ranks."""
+        await self.call("start profile", "POST", "/start_profile", body, timeout_s)
+
+    async def stop_profile(self, *, timeout_s: float) -> None:
+        """End it; returns once the files are written."""
+        await self.call("stop profile", "POST", "/stop_profile", {}, timeout_s)
+
     async def call(
         self, phase: str, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
     ) -> Any:  # Any: decoded JSON

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from megappo.config.cluster import DeviceKind
+from megappo.config.profile import ProfileConfig
 from megappo.config.rollout import PauseMode, SamplingConfig
 from megappo.device.backend import resolve_backend
 from megappo.errors import RequestError
@@ -188,6 +189,19 @@ class SGLangEngine:
         unlike SGLang's own /health. The deadline is recovery.hang_timeout_s."""
         await self._require_alive("health")
         await self._client.server_info("health", timeout_s=self._config.recovery.hang_timeout_s)
+
+    async def begin_profile(self, folder: Path, prefix: str, config: ProfileConfig) -> None:
+        """Have the server profile all its ranks; port `ProfilesItself`."""
+        kinds = ["CPU"]
+        if self._device is DeviceKind.cuda:
+            kinds += ["GPU", "MEM"] if config.memory else ["GPU"]
+        wanted = {"activities": kinds, "with_stack": config.stack, "record_shapes": config.shapes}
+        body = {"output_dir": str(folder), "profile_prefix": prefix, **wanted}
+        await self._client.start_profile(body, timeout_s=self._config.request_timeout_s)
+
+    async def end_profile(self) -> None:
+        """Have it write them."""
+        await self._client.stop_profile(timeout_s=self._config.request_timeout_s)
 
     async def stop(self) -> None:
         """End a server of its own and all its processes."""

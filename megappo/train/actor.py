@@ -25,6 +25,7 @@ from megappo.models.build import Head
 from megappo.models.export import WeightExport
 from megappo.models.parameters import unwrap
 from megappo.observability.metrics import Metrics, mean
+from megappo.observability.phases import in_phase
 from megappo.train.context import gather_statistics
 from megappo.train.fused_head import HeadOptions
 from megappo.train.log_probs import TokenStatistics, compute_token_statistics, vocab_shard
@@ -67,6 +68,7 @@ class ActorTrainer(ModelTrainer):
             make = FrozenWeights if config.actor.lora is None else SwitchedOffAdapters
             self._reference = make(self.chunks)
 
+    @in_phase("log_probs")
     def compute_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], *, reference: bool = False
     ) -> tuple[PolicyFields | None, Metrics]:
@@ -106,6 +108,7 @@ class ActorTrainer(ModelTrainer):
         total = torch.stack(entropies).sum().item()
         return found, {"actor/entropy/mean": mean(total, int(batch.response_mask.sum()))}
 
+    @in_phase("update")
     def update(self, experience: Experience, request: UpdateRequest) -> Metrics:
         """Run the update phase: one optimizer step per mini-batch, `epochs` times over.
 

@@ -2,7 +2,8 @@
 
 What is refused: another architecture, role, type of numbers, optimizer or adapters. Frozen weights (those beside
 adapters) are not stored: they come from the starting model, of which a checkpoint holds a sum, so that another one is
-noticed. Random states are those of the ranks of one layout; under another they start anew.
+noticed. Random states, and the histories of fp8 scales, are those of the ranks of one layout; under another they start
+anew.
 
 Invariants (asserted by tests/train/test_checkpoint.py and test_checkpoint_layouts.py):
 1. A trainer of the same layout that loads a checkpoint goes on bitwise as the one that saved it.
@@ -36,9 +37,13 @@ from megappo.train.checkpoint_files import CheckpointWrite
 from megappo.train.optimizer import ModelOptimizer
 from megappo.train.optimizer_state import sharded_optimizer_state
 from megappo.train.random_state import random_state, restore_random_state
+from megappo.train.scale_history import restore_scale_histories, scale_histories
 from megappo.weights.checksums import bit_sum
 
 logger = get_logger(__name__)
+
+_HISTORIES = "scale_histories"
+"""Their key beside the random states."""
 
 
 class TrainerCheckpoints:
@@ -51,12 +56,14 @@ class TrainerCheckpoints:
         description: ModelDescription,
         *,
         seed: int,
+        keeps_histories: bool = False,
     ) -> None:
-        """Args: seed: of random states that start anew."""
+        """Args: seed: of random states that start anew. keeps_histories: whether layers have one (`scale_history`)."""
         self._chunks = chunks
         self._optimizer = optimizer
         self._description = description
         self._seed = seed
+        self._keeps_histories = keeps_histories
         self._pending: CheckpointWrite | None = None
         self._frozen_sum: int | None = None
 
@@ -68,7 +75,8 @@ class TrainerCheckpoints:
         """
         if self._pending is not None:
             raise CheckpointError(f"{folder}: a save is under way still (finish it first: there is one at a time)")
-        state = self._state() | {"random": self._random_object(random_state())}
+        own = random_state() | {_HISTORIES: scale_histories(self._chunks) if self._keeps_histories else {}}
+        state = self._state() | {"random": self._own_object(own)}
         common = self._optimizer.counters() | {"frozen_sum": self._sum_frozen()}
         self._pending = CheckpointWrite(Path(folder), state, common=common, description=self._description)
 
@@ -106,12 +114,14 @@ class TrainerCheckpoints:
         state = self._state()
         differences = self._description.layout_differences(saved)
         if not differences:
-            state["random"] = self._random_object(None)
+            state["random"] = self._own_object(None)
         loaded: Any = run_together(lambda: dist_checkpointing.load(state, folder, validate_access_integrity=False))
         if differences:
-            self._start_random_states_anew(folder, differences)
+            self._start_anew(folder, differences)
         else:
             restore_random_state(loaded["random"])
+            if self._keeps_histories:
+                restore_scale_histories(self._chunks, loaded["random"].get(_HISTORIES, {}))
 
     def load_weights(self, folder: str) -> None:
         """Take the weights of a folder that holds nothing else, as a conversion writes it; the optimizer begins anew.
@@ -134,7 +144,8 @@ class TrainerCheckpoints:
             "optimizer": sharded_optimizer_state(self._optimizer, self._chunks),
         }
 
-    def _random_object(self, state: dict[str, Any] | None) -> ShardedObject:  # Any: as in random_state
+    def _own_object(self, state: dict[str, Any] | None) -> ShardedObject:  # Any: as in random_state
+        """Return what belongs to this rank of this layout."""
         return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))
 
     def _check_model(self, path: Path) -> tuple[ModelDescription, dict[str, Any]]:  # Any: numbers
@@ -150,13 +161,19 @@ class TrainerCheckpoints:
                 "weights that the run began with)"
             )
 
-    def _start_random_states_anew(self, folder: str, differences: Mapping[str, tuple[Any, Any]]) -> None:
-        """Draw other numbers than at the start of the run, which would repeat."""
+    def _start_anew(self, folder: str, differences: Mapping[str, tuple[Any, Any]]) -> None:
+        """Draw other numbers than at the start of the run, which would repeat; histories stay as they are, empty."""
         seed = crc32(f"{self._seed} {self._optimizer.step_number}".encode())
         seed_random_streams(seed)
         if dist.get_rank() == 0:
             changed = ", ".join(f"{key} {there} -> {here}" for key, (there, here) in differences.items())
-            logger.warning("%s is of another layout (%s): random states start anew from seed %d", folder, changed, seed)
+            logger.warning(
+                "%s is of another layout (%s): random states start anew from seed %d%s",
+                folder,
+                changed,
+                seed,
+                ", histories of fp8 scales empty" if self._keeps_histories else "",
+            )
 
     def _sum_frozen(self) -> int:
         """Return a sum over all frozen weights of the model, as whole numbers, which no order or layout changes."""

@@ -18,6 +18,7 @@ from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.models.build import Head
 from megappo.observability.metrics import Metrics
+from megappo.observability.phases import in_phase
 from megappo.train.context import gather_tokens
 from megappo.train.packing import PackedMicroBatch
 from megappo.train.trainer import LossFunction, ModelTrainer, token_weights
@@ -39,6 +40,7 @@ class CriticTrainer(ModelTrainer):
         )
         self.algorithm = config.algorithm
 
+    @in_phase("values")
     def compute_values(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]
     ) -> tuple[TokenField | None, Metrics]:
@@ -57,6 +59,7 @@ class CriticTrainer(ModelTrainer):
         fields = self._compute_token_fields(batch, micro_batches, read, predict=batch.response_mask)
         return (None if fields is None else fields[0]), {}
 
+    @in_phase("update")
     def update(self, experience: Experience, request: UpdateRequest) -> Metrics:
         """Run the update phase: one optimizer step per mini-batch, `epochs` times over.
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megappo.config.memory import OffloadConfig
 from megappo.device.backend import Backend
+from megappo.observability.phases import in_phase
 from megappo.train.optimizer import ModelOptimizer
 
 
@@ -41,6 +42,7 @@ class TrainerMemory:
         self._grads = _Storages(kept=False)
         self._state = _Storages(kept=True)
 
+    @in_phase("offload")
     def release(self, *, keep_params: bool = False) -> None:
         """Move out what the configuration names, the weights only unless `keep_params`."""
         params = [parameter for chunk in self._chunks for parameter in chunk.parameters()]

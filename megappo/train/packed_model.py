@@ -28,6 +28,7 @@ from megappo.models.load import load_hf_weights
 from megappo.models.precision import fp8_token_multiple
 from megappo.models.random_weights import draw_random_weights
 from megappo.models.save import save_hf_model
+from megappo.observability.phases import in_phase, phase
 from megappo.train.offload import TrainerMemory
 from megappo.train.packing import PackableBatch, PackedMicroBatch, PackingRules, pack_micro_batches
 from megappo.train.weight_facts import weight_facts
@@ -104,6 +105,7 @@ class PackedModel:
             and parallel_state.get_context_parallel_rank() == 0
         )
 
+    @in_phase("save_hf")
     def save_hf(self, folder: str | Path, config: Mapping[str, object] | None = None) -> None:
         """Write the weights as a Hugging Face folder, with the side files of the starting model. All ranks take part.
 
@@ -181,12 +183,13 @@ class PackedModel:
 
         def forward_step(micro_batches: Iterator[tuple[int, PackedMicroBatch]], chunk: MegatronModule) -> Any:
             index, micro_batch = next(micro_batches)
-            output = chunk(
-                micro_batch.input_ids,
-                micro_batch.position_ids,
-                None,
-                packed_seq_params=micro_batch.packed_seq_params,
-            )
+            with phase("forward", micro_batch=index, tokens=micro_batch.num_tokens):
+                output = chunk(
+                    micro_batch.input_ids,
+                    micro_batch.position_ids,
+                    None,
+                    packed_seq_params=micro_batch.packed_seq_params,
+                )
             return output, lambda output, **options: function(output.squeeze(0), index, **options)
 
         iterators = [iter(list(enumerate(packed))) for _ in self.chunks]

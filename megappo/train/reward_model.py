@@ -16,16 +16,15 @@ from megappo.batch.requests import MiniBatch, UpdateRequest
 from megappo.batch.stages import PreferenceBatch, TextBatch
 from megappo.config.run import CriticConfig, RunConfig
 from megappo.device.backend import Backend
-from megappo.errors import CheckpointError
 from megappo.models.build import Head
 from megappo.observability.metrics import Metrics
+from megappo.observability.phases import in_phase
 from megappo.train.critic import at_predicted
 from megappo.train.offload import TrainerMemory
 from megappo.train.packed_model import PackedModel
 from megappo.train.packing import PackedMicroBatch
 from megappo.train.trainer import LossFunction, ModelTrainer
-from megappo.weights.name_map import VALUE_HEAD
-from megappo.weights.safetensors_io import HuggingFaceWeights
+from megappo.weights.score_head import check_score_head
 
 ROLE = "reward_model"
 
@@ -33,6 +32,7 @@ ROLE = "reward_model"
 class _ScoringModel(PackedModel):
     """What scores texts."""
 
+    @in_phase("scores")
     def compute_scores(self, batch: TextBatch, micro_batches: Sequence[Sequence[int]]) -> np.ndarray | None:
         """Return the score of each text, [B] float32 in the order of the batch; None on all but the output rank.
 
@@ -54,17 +54,12 @@ class RewardModel(_ScoringModel):
         """Build the model in `reward_model.path`.
 
         Raises:
-            CheckpointError: it has no score head.
+            CheckpointError: it has no score head, or one of several labels.
         """
         section = config.reward_model
         assert section.path is not None, "a rule asks for reward_model.path"
         super().__init__(path=section.path, model=config.model, parallelism=section.parallelism)
-        with HuggingFaceWeights(section.path) as weights:
-            if VALUE_HEAD not in weights.names():
-                raise CheckpointError(
-                    f"reward_model.path={section.path} has no {VALUE_HEAD}, the head that scores "
-                    "(give a sequence-classification model with one label, such as `megappo rm` makes)"
-                )
+        check_score_head(section.path, needed=True)
         self.chunks = self._build(Head.value_function, backend, seed=config.seed)
         self.memory = TrainerMemory(section.offload, self.chunks, None, backend=backend)
 
@@ -88,6 +83,7 @@ class RewardModelTrainer(_ScoringModel, ModelTrainer):
             seed=config.seed,
         )
 
+    @in_phase("update")
     def update(self, batch: PreferenceBatch, request: UpdateRequest) -> Metrics:
         """Run the update phase: one optimizer step per mini-batch. Each pair lies in one micro-batch, and the weight of
         its loss is that of its preferred text.

@@ -26,13 +26,14 @@ from megatron.core.utils import get_model_config
 from megappo.batch.fields import BatchError
 from megappo.batch.requests import MiniBatch
 from megappo.batch.stages import Experience
-from megappo.config.model import ModelConfig
+from megappo.config.model import Fp8Recipe, ModelConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.run import ActorConfig, CriticConfig
 from megappo.device.backend import Backend
 from megappo.models.build import Head
 from megappo.models.description import ModelDescription
 from megappo.observability.metrics import Metrics, maximum, mean, merge
+from megappo.observability.phases import in_phase, phase
 from megappo.train.checkpoint import TrainerCheckpoints
 from megappo.train.offload import TrainerMemory
 from megappo.train.optimizer import ModelOptimizer, StepOutcome
@@ -76,7 +77,9 @@ class ModelTrainer(PackedModel):
         self.optimizer = ModelOptimizer(optim, self.chunks, dtype=model.dtype)
         self.memory = TrainerMemory(training.offload, self.chunks, self.optimizer, backend=backend)
         description = self._describe(model, training)
-        self.checkpoints = TrainerCheckpoints(self.chunks, self.optimizer, description, seed=seed)
+        self.checkpoints = TrainerCheckpoints(
+            self.chunks, self.optimizer, description, seed=seed, keeps_histories=model.fp8 is Fp8Recipe.delayed
+        )
 
     def _describe(self, model: ModelConfig, training: ActorConfig | CriticConfig) -> ModelDescription:
         """Return what a checkpoint of this trainer is of."""
@@ -90,6 +93,7 @@ class ModelTrainer(PackedModel):
             optimizer=self.optimizer.kind,
         )
 
+    @in_phase("save")
     def begin_save(self, folder: str) -> None:
         """Copy the state and begin to write it into an existing folder; `checkpoints.finish_save` ends it.
 
@@ -99,6 +103,7 @@ class ModelTrainer(PackedModel):
         self.memory.require_all()
         self.checkpoints.begin_save(folder)
 
+    @in_phase("load")
     def load(self, folder: str) -> None:
         """Continue from a checkpoint of the same model and optimizer, of any layout.
 
@@ -135,12 +140,14 @@ class ModelTrainer(PackedModel):
         losses: list[float] = []
         outcomes: list[StepOutcome] = []
         for _ in range(epochs):
-            for packed, loss in steps:
-                self.optimizer.zero_grad()
-                found = self._run_forward_backward(packed, loss)
-                losses.append(sum(value for value, _ in found))
-                parts += [metrics for _, metrics in found]
-                outcomes.append(self.optimizer.step())
+            for number, (packed, loss) in enumerate(steps):
+                with phase("mini_batch", number=number):
+                    self.optimizer.zero_grad()
+                    found = self._run_forward_backward(packed, loss)
+                    losses.append(sum(value for value, _ in found))
+                    parts += [metrics for _, metrics in found]
+                    with phase("optimizer_step"):
+                        outcomes.append(self.optimizer.step())
         self.optimizer.gather_weights()
         if not self.is_output_rank:
             return {}

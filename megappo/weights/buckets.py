@@ -11,8 +11,12 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # plans are made without torch
+    import torch
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,11 +43,13 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+        return math.prod(self.shape) * _ELEMENT_BYTES[self.dtype]
 
 
-def torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> "torch.dtype":
     """Return torch's dtype of that name."""
+    import torch
+
     return getattr(torch, name)
 
 
@@ -97,7 +103,7 @@ def fewest_buckets(sizes: Sequence[int], bucket_bytes: int) -> int:
     return alone + max(bounds)
 
 
-def open_bucket(bucket: BucketMeta, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def open_bucket(bucket: BucketMeta, flat: "torch.Tensor") -> dict[str, "torch.Tensor"]:
     """Return the tensors of a bucket as views of its bytes, `flat` [num_bytes] uint8."""
     elements = flat.view(torch_dtype(bucket.dtype))
     return {name: elements[place.start : place.stop].view(shape) for name, shape, place in places(bucket)}

@@ -12,8 +12,9 @@ Invariants (asserted by tests/weights/test_plan.py and, against Megatron, tests/
 from dataclasses import dataclass
 
 from megappo.config.parallelism import ParallelismConfig
+from megappo.config.pipeline_rules import place_of_layers
+from megappo.weights.cuts import shard_range
 from megappo.weights.name_map import NameTable, Size
-from megappo.weights.transforms import shard_range
 
 _VOCABULARY_MULTIPLE = 64
 """SGLang pads a vocabulary to a multiple of this, or of this times its ranks (vocab_parallel_embedding.py:273)."""
@@ -92,20 +93,8 @@ class TrainerLayout:
         return stage * (self.world_size // self.pipeline)
 
     def stage_of_layers(self, num_layers: int) -> list[int]:
-        """Return the pipeline stage of each layer: chunk after chunk, and in each of them stage after stage."""
-        given = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
-        sizes = {stage: size for stage, size in given.items() if size is not None}
-        left = num_layers + self.embedding_is_layer + self.head_is_layer - sum(sizes.values())
-        chunks = self.virtual_pipeline or 1
-        stages: list[int] = []
-        for chunk in range(chunks):
-            for stage in range(self.pipeline):
-                parts = sizes.get(stage, left // max(self.pipeline - len(sizes), 1)) // chunks
-                parts -= self.embedding_is_layer and stage == 0 and chunk == 0
-                parts -= self.head_is_layer and stage == self.pipeline - 1 and chunk == chunks - 1
-                stages += [stage] * parts
-        assert len(stages) == num_layers, f"{len(stages)} of {num_layers} layers have a stage"
-        return stages
+        """Return the pipeline stage of each layer."""
+        return [stage for stage, _ in place_of_layers(self, num_layers)]
 
     def tensor_ranks(self, stage: int) -> list[int]:
         """Return the ranks that hold the first copy of a stage's tensors, by shard, experts apart."""

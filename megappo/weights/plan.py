@@ -20,9 +20,9 @@ from functools import cached_property, lru_cache
 from megappo.config.engine_rules import EngineCuts, engine_violations
 from megappo.errors import ConfigError
 from megappo.weights.buckets import BucketMeta, TensorMeta, plan_buckets
+from megappo.weights.cuts import shard_range
 from megappo.weights.layouts import ONE_RANK, EngineLayout, ModelWeights, TrainerLayout
 from megappo.weights.name_map import EMBEDDING, OUTPUT, VALUE_HEAD, NameRule, Partition, RuleUse, Size, expand_rules
-from megappo.weights.transforms import shard_range
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -120,11 +120,16 @@ def _broadcast(plan: WeightPlan, speed: float | None) -> Printed:
 def _ipc(plan: WeightPlan, tensors: Sequence[PlannedTensor], speed: float | None, num_engines: int) -> Printed:
     received: Counter[int] = Counter()
     read: Counter[int] = Counter()
+    # Those of all layers and experts on the same ranks are alike: only their names differ.
+    alike: dict[object, list[PlannedTensor]] = {}
     for tensor in tensors:
+        key = tensor.cut, tensor.partition, tuple(tensor.meta.shape), tensor.pieces
+        alike.setdefault(key, []).append(tensor)
+    for tensor, count in ((group[0], len(group)) for group in alike.values()):
         for shard in engine_shards(plan, tensor):
-            received[shard.rank] += shard.num_bytes
+            received[shard.rank] += shard.num_bytes * count
             for piece in shard.feeds:
-                read[piece.rank] += tensor.bytes_of(piece.stop - piece.start) * num_engines
+                read[piece.rank] += tensor.bytes_of(piece.stop - piece.start) * num_engines * count
     shared: Counter[int] = Counter()
     for source in plan.sources:
         for rank in source.ranks:

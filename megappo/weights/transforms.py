@@ -12,14 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megappo.weights.cuts import shard_range
 from megappo.weights.name_map import Partition, Transform
-
-
-def shard_range(length: int, *, rank: int, size: int) -> range:
-    """Return what rank holds of a dimension that is cut into `size` parts of ceil(length / size), the last ones short
-    or empty where they do not divide it (a vocabulary; all else is divisible)."""
-    part = -(-length // size)
-    return range(min(rank * part, length), min((rank + 1) * part, length))
 
 
 def merge(transform: Transform, tensors: Sequence[torch.Tensor], *, num_groups: int, dim: int = 0) -> torch.Tensor:

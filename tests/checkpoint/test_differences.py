@@ -37,7 +37,7 @@ def _set(tree: Tree, key: str, value: object) -> None:
     ("key", "value", "verdict", "reason"),
     [
         ("run.dir", "elsewhere", Verdict.ignored, "no number"),
-        ("tracking.mlflow", False, Verdict.ignored, "no number"),
+        ("tracking.trackers", [], Verdict.ignored, "no number"),
         ("cluster.address", "10.0.0.1:6379", Verdict.ignored, "no number"),
         ("checkpoint.keep_last", 9, Verdict.ignored, "no number"),
         ("trainer.resume", "auto", Verdict.ignored, "no number"),
@@ -76,6 +76,21 @@ def test_a_changed_key_is_ignored_allowed_or_refused(
 
 def test_equal_configurations_have_no_difference(base: Tree) -> None:
     assert compare_configs(base, copy.deepcopy(base)) == []
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "section", "verdict"),
+    [(None, None, Verdict.refused), (100, None, Verdict.allowed), (None, "sft", Verdict.ignored)],
+)
+def test_steps_of_another_size_are_refused_where_epochs_say_when_the_run_ends(
+    total_steps: int | None, section: str | None, verdict: Verdict, base: Tree
+) -> None:
+    saved, wanted = copy.deepcopy(base), copy.deepcopy(base)
+    saved["trainer"]["total_steps"] = wanted["trainer"]["total_steps"] = total_steps
+    wanted["batching"]["prompts_per_step"] = 64
+    (found,) = compare_configs(saved, wanted, section=section)
+    assert (found.key, found.verdict) == ("batching.prompts_per_step", verdict)
+    assert ("trainer.total_steps=N" in found.reason) == (verdict is Verdict.refused)
 
 
 def test_a_critic_may_be_left_behind_and_is_compared_while_it_stays(base: Tree) -> None:

@@ -148,6 +148,18 @@ def test_going_on_from_an_older_checkpoint_sets_newer_ones_aside(store: Checkpoi
     assert store.go_on_from(4) == []
 
 
+def test_the_values_of_steps_that_are_made_again_count_for_nothing(store: CheckpointStore) -> None:
+    keep = CheckpointConfig(keep_last=1, keep_best="val/reward/mean")
+    for step, reward in ((2, 0.5), (4, 0.1), (6, 0.9)):
+        write(store, step)
+        store.record_score(step, "val/reward/mean", reward)
+    store.go_on_from(4)
+    assert read_scores(store.directory, "val/reward/mean").values == {2: 0.5, 4: 0.1}
+    write(store, 6, "again")  # its value is not known yet
+    store.prune(keep)
+    assert store.steps() == [2, 6]
+
+
 def test_prune_keeps_the_newest_the_best_and_every_kth(store: CheckpointStore) -> None:
     keep = CheckpointConfig(keep_last=1, keep_every=40, keep_best="val/reward/mean")
     removed: list[str] = []

@@ -2,6 +2,8 @@
 
 import io
 import json
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,24 @@ import numpy as np
 import pytest
 
 from megappo.checkpoint.names import step_name
+from megappo.cli.evaluate import _load, _now_at
 from megappo.cli.evaluation_pairs import PROMPTS, compare, read_prompts, require_shared, write_prompts
 from megappo.cli.evaluation_report import facts_of, line_of, print_differences, print_tables, write_generations
+from megappo.cli.evaluation_settings import (
+    Tree,
+    incomparable,
+    read_settings,
+    require_same_rewards,
+    setting_differences,
+    settings_of,
+)
 from megappo.cli.main import main
 from megappo.cli.run_data import _check_best_metric
+from megappo.config.data import DataConfig, SourceConfig
+from megappo.config.reward import RewardConfig
 from megappo.config.rollout import RolloutConfig, SamplingConfig
 from megappo.config.run import RunConfig
+from megappo.config.store import resolved_yaml
 from megappo.config.validation import ValidationConfig
 from megappo.controller.evaluate import Evaluation
 from megappo.controller.judge import Answer, AnsweredPrompt, AnsweredSet, judge
@@ -23,6 +37,7 @@ from megappo.data.types import Prompt
 from megappo.errors import ConfigError, DataError
 from megappo.models.description import MODEL_FILE
 from megappo.observability.console import RunConsole
+from megappo.observability.run_directory import RunDirectory
 from megappo.rewards.types import FailureKind, Reward, Sample
 
 
@@ -60,6 +75,16 @@ def evaluation_of(scores: dict[str, list[list[float]]], config: RunConfig, name:
     return Evaluation(answered=[answered], reports=[judge(answered, config)], metrics={})
 
 
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 70,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
 NAN = float("nan")
 SCORES = {"x": [[1.0, 0.0], [0.0, 0.0]], "y": [[1.0, NAN]]}
 
@@ -131,7 +156,8 @@ def test_two_evaluations_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     for name, evaluation in (("mine", mine), ("other", other)):
         (tmp_path / name).mkdir()
         write_prompts(tmp_path / name / PROMPTS, evaluation, samples_per_prompt=2)
-    found = {one.statistic: one for one in compare(*map(read_prompts, (tmp_path / "mine", tmp_path / "other")), config)}
+    lines = {name: read_prompts(tmp_path / name) for name in ("mine", "other")}
+    found = {one.statistic: one for one in compare(lines["mine"], lines["other"], config)}
     assert list(found) == ["mean", "best", "pass_at_1"]
     assert found["mean"].prompts == 200
     assert found["mean"].value == pytest.approx((better[:200] - base).mean())
@@ -156,8 +182,12 @@ def test_what_grows_with_the_number_of_answers_is_not_compared(tmp_path: Path) -
 
 
 def test_evaluations_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is no evaluation: .*prompts\.jsonl.* \(give the --output"):
-        read_prompts(tmp_path)
+    for read, file in ((read_prompts, "prompts.jsonl"), (read_settings, "config.yaml")):
+        with pytest.raises(DataError, match=rf"is no evaluation: .*{file}.* \(give the --output"):
+            read(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    with pytest.raises(DataError, match=r"is no evaluation: config\.yaml holds no configuration"):
+        read_settings(tmp_path)
     config = config_of()
     write_prompts(tmp_path / PROMPTS, evaluation_of({"x": [[1.0]]}, config), samples_per_prompt=1)
     prompts = {source: Prompt(row=0, text="x 0", tokens=[1], answer="a", source=source) for source in "xy"}
@@ -168,6 +198,113 @@ def test_evaluations_that_cannot_be_compared_are_refused(tmp_path: Path) -> None
         (tmp_path / PROMPTS).write_text(text)
         with pytest.raises(DataError, match=r"is no evaluation: line 1 of .*prompts\.jsonl is not that of a prompt"):
             read_prompts(tmp_path)
+
+
+@cache
+def _default_yaml() -> str:
+    data = DataConfig(validation=SourceConfig(kind="reasoning_gym", task="gcd"))
+    return resolved_yaml(RunConfig(data=data, reward=RewardConfig(name="reasoning_gym", params={"binary": True})))
+
+
+def settings(**changes: Any) -> Tree:
+    """The configuration of an evaluation, as its folder holds it. `a__b` is the key a.b."""
+    tree: Any = settings_of(_default_yaml())
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        reduce(getitem, sections, tree)[last] = value
+    return tree
+
+
+MODEL = {"name": "reward_model", "params": {}, "model_path": None, "terms": {}}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "message"),
+    [
+        (
+            {"reward__params": {"binary": False}},
+            {},
+            "reward.params.binary=False is another reward than that of old, True: scores cannot be compared",
+        ),
+        (
+            {"reward__name": "numeric"},
+            {},
+            "reward.name=numeric is another reward than that of old, reasoning_gym",
+        ),
+        (
+            {"reward__terms": {"x": {"name": "numeric"}}},
+            {},
+            "reward.terms.x.name=numeric is another reward than that of old, null",
+        ),
+        (
+            {"data__validation__reward": {"name": "numeric", "params": {"binary": True}}},
+            {},
+            "data.validation.reward.name=numeric is another reward than that of old, reasoning_gym",
+        ),
+        (
+            {"reward": MODEL, "reward_model__path": "a"},
+            {"reward": MODEL, "reward_model__path": "b"},
+            "reward.reward_model.model_path=",
+        ),
+    ],
+)
+def test_scores_of_other_rewards_are_not_compared(here: Any, there: Any, message: str) -> None:
+    require_same_rewards(settings(**here), settings(**here), folder=Path("old"))
+    with pytest.raises(ConfigError) as caught:
+        require_same_rewards(settings(**here), settings(**there), folder=Path("old"))
+    assert message in str(caught.value)
+
+
+def test_a_set_that_only_one_has_may_have_any_reward_and_so_may_training() -> None:
+    numeric = {"name": "numeric", "params": {}}
+    one = {"data__validation": None, "data__validation_sets": {"a": {"path": "a"}}}
+    other = {"data__validation": None, "data__validation_sets": {"a": {"path": "a"}, "b": {"reward": numeric}}}
+    require_same_rewards(
+        settings(**other, data__train__reward=numeric), settings(**one, reward__timeout_s=9), folder=Path("old")
+    )
+    plain = other | {"data__validation_sets": {"a": {"path": "a"}, "b": {"reward": None}}}
+    with pytest.raises(ConfigError, match=r"^config error: data.validation_sets.b.reward.name=numeric .*\n.*params"):
+        require_same_rewards(settings(**other), settings(**plain), folder=Path("old"))
+    # The same folder of a model, written in two ways.
+    models = [{"name": "model", "model_path": str(path)} for path in ("judge", Path("judge").resolve())]
+    require_same_rewards(settings(reward=models[0]), settings(reward=models[1]), folder=Path("old"))
+
+
+def test_other_settings_are_told_of_and_what_means_something_else_is_left_out(tmp_path: Path) -> None:
+    changed = settings(rollout__validation__temperature=0.5, validation__correct_from=0.5, seed=3)
+    found = setting_differences(changed, settings())
+    assert [str(one) for one in found] == [
+        "rollout.validation.temperature=0.5 (there 0.0)",
+        "validation.correct_from=0.5 (there 1.0)",
+    ]
+    assert incomparable(found) == ("pass_at_",)
+    config = config_of(samples_per_prompt=2, pass_at=[1])
+    write_prompts(tmp_path / PROMPTS, evaluation_of(SCORES, config), samples_per_prompt=2)
+    lines = read_prompts(tmp_path)
+    compared = compare(lines, lines, config, left_out=incomparable(found))
+    assert [one.statistic for one in compared] == ["mean", "best"]
+
+
+def test_an_earlier_evaluation_that_made_room_is_called_by_its_new_name(tmp_path: Path) -> None:
+    old = tmp_path / "judged"
+    moved = RunDirectory(path=old, moved_aside=tmp_path / "judged.1")
+    (tmp_path / "link").symlink_to(old)
+    places = {place: _now_at(tmp_path / place, moved) for place in ("judged", "link", "judged/inner", "other")}
+    assert {name: str(place.relative_to(tmp_path)) for name, place in places.items()} == {
+        "judged": "judged.1",
+        "link": "judged.1",
+        "judged/inner": "judged.1/inner",
+        "other": "other",
+    }
+    assert _now_at(old, RunDirectory(path=old)) == old
+
+
+def test_a_model_is_found_whatever_its_name(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = 'it\'s "a b", lr=1e-4 ${seed}'
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(LLAMA))
+    assert _load([name, "experiment=quickstart"]).model.path == name
 
 
 @pytest.mark.parametrize("inside", ["", "/actor"])
@@ -191,6 +328,7 @@ def test_a_checkpoint_is_refused_with_the_command_that_makes_a_model_of_it(
         (["{run}", "experiment=quickstart"], "(make one with `megappo export --run {run}` and evaluate"),
         (["a", "b", "experiment=quickstart"], "model=a, b are several"),
         (["{run}/nowhere", "experiment=quickstart"], "model.path={run}/nowhere is not a folder that exists"),
+        (["{run}/lr=1", "experiment=quickstart"], "model.path={run}/lr=1 is not a folder that exists"),
         (["{run}/nowhere", "data.train.path=x"], "data.validation=null is what is evaluated"),
         (["experiment=quickstart", "--against", "{run}"], "{run} is no evaluation"),
     ],
@@ -201,9 +339,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "runs/quickstart-sft/model").mkdir(parents=True)
-    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    config |= {"intermediate_size": 96, "vocab_size": 70, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
-    (tmp_path / "runs/quickstart-sft/model/config.json").write_text(json.dumps(config))
+    (tmp_path / "runs/quickstart-sft/model/config.json").write_text(json.dumps(LLAMA))
     assert main(["evaluate", *(argument.format(run=tmp_path) for argument in arguments)]) == 2
     assert message.format(run=tmp_path) in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["quickstart-sft"]

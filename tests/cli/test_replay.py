@@ -30,7 +30,7 @@ from megappo.replay.ranks import replay_on_rank
 from tests.cli.record_jobs import record_steps
 from tests.controller.test_loop import make_config
 from tests.dist_world import DistWorld, RankError
-from tests.train.conftest import save_policy
+from tests.train.conftest import save_expert_policy, save_policy
 
 Replay = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -117,6 +117,7 @@ def test_advantages_come_out_bitwise_and_need_no_weights(step_2: Path, replayed:
         pytest.param(("data=3",), marks=pytest.mark.slow),
         pytest.param(("context=2", "data=2"), marks=pytest.mark.slow),
         pytest.param(("tensor=2", "pipeline=2", "sequence=true"), marks=pytest.mark.slow),
+        pytest.param(("pipeline=2", "virtual_pipeline=2", "data=2"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -137,7 +138,13 @@ def test_log_probs_and_values_agree_on_every_layout(layout: tuple[str, ...], ste
 
 
 @pytest.mark.parametrize(
-    "layout", [("tensor=2",), pytest.param(("pipeline=2", "data=2"), marks=pytest.mark.slow)], ids=" ".join
+    "layout",
+    [
+        ("tensor=2",),
+        pytest.param(("pipeline=2", "data=2"), marks=pytest.mark.slow),
+        pytest.param(("pipeline=2", "virtual_pipeline=2"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
 )
 def test_an_update_from_a_checkpoint_agrees_in_every_metric(
     layout: tuple[str, ...], run_folder: Path, step_2: Path, replayed: Replay
@@ -150,6 +157,41 @@ def test_an_update_from_a_checkpoint_agrees_in_every_metric(
     assert set(names) == {*recorded["actor"], *recorded["critic"]}
     assert names["actor/loss/mean"]["recorded"] != names["actor/first_step/loss"]["recorded"]
     assert report["weights"]["critic"] == f"a checkpoint, {checkpoint / 'critic'}"
+
+
+@pytest.fixture(scope="module")
+def expert_run(world: DistWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two recorded steps of mixtures of experts, actor and critic, with a checkpoint between them."""
+    folder = tmp_path_factory.mktemp("expert-run")
+    config = recorded_config(save_expert_policy(folder / "model"))
+    world.run(record_steps, parallelism=ParallelismConfig(), config=config, run=folder, steps=2, checkpoints=[1])
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("expert=2", "data=2"),
+        ("tensor=2", "sequence=true", "expert=2"),
+        ("pipeline=2", "virtual_pipeline=2", "expert=2", "data=2"),
+        ("tensor=2", "sequence=true", "expert_tensor=2"),
+    ],
+    ids=" ".join,
+)
+def test_experts_are_replayed_on_every_layout(layout: tuple[str, ...], expert_run: Path, replayed: Replay) -> None:
+    record, checkpoint = expert_run / "records" / "step_000002", expert_run / "checkpoints" / "step_000001"
+    code, report = replayed(record, "log_probs", *layout)
+    assert code == 0 and report["notes"] == [], report
+    assert {name for name, found in fields_of(report).items() if found["is_judged"]} == {
+        "old_log_probs",
+        "ref_log_probs",
+        "values",
+    }
+    code, report = replayed(record, "update", *layout, weights=checkpoint)
+    recorded = read_record(record).metrics
+    assert code == 0 and report["notes"] == [], report
+    assert {found["name"] for found in report["numbers"]} == {*recorded["actor"], *recorded["critic"]}
 
 
 def test_without_optimizer_state_the_first_optimizer_step_is_replayed(step_2: Path, replayed: Replay) -> None:

@@ -1,6 +1,9 @@
-"""A rollout pool of scripted engines on a real Ray: faults by file, weights that are only a version."""
+"""One real Ray for all tests of this folder, and on it a rollout pool of scripted engines: faults by file, weights that
+are only a version."""
 
 import json
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from megappo.cluster import runtime
 from megappo.cluster.placement import Placement
 from megappo.cluster.rollout_pool import RolloutPool
 from megappo.cluster.runtime import gather, start_ray
@@ -25,6 +29,8 @@ SAMPLES = 2
 SAMPLING = SamplingConfig(max_new_tokens=20)
 FAST = RecoveryConfig(backoff_s=0.1, health_interval_s=0.2, hang_timeout_s=2.0)
 """Deadlines that make a fault found within two seconds."""
+NO_WAIT = "RAY_gcs_server_port_wait_time_s"
+"""Ray's own key: how long it waits for the port of its first process. With 0 it does not start."""
 
 
 @dataclass(kw_only=True)
@@ -99,11 +105,38 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class FirstTry(logging.Handler):
+    """Hears that Ray did not start, and lets it wait from then on."""
+
+    heard = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard += record.getMessage()
+        os.environ.pop(NO_WAIT, None)
+
+
+@pytest.fixture(scope="session")
+def first_try() -> FirstTry:
+    """What was heard of the first try to start `ray_here`."""
+    return FirstTry()
+
+
 @pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
+def ray_here(first_try: FirstTry) -> None:
+    """Ray, which runs on for the tests of the next module, too. It starts at the second try."""
+    if ray.is_initialized():
+        return
+    runtime.logger.addHandler(first_try)
+    os.environ[NO_WAIT] = "0"
     start_ray(ClusterConfig(), num_cpus=8)
-    yield
-    ray.shutdown()
+    runtime.logger.removeHandler(first_try)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Ray ends with the last test of this folder: others would not want its processes beside them."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        ray.shutdown()
 
 
 def start_engines(

@@ -10,6 +10,8 @@ from megappo.cluster.placement import Placement, Slot
 from megappo.config.cluster import ClusterConfig
 from megappo.errors import WorkerError
 
+GPUS = 2
+"""Of each node."""
 ROLES = {"actor": "main", "critic": "main", "rollout": "main"}
 
 
@@ -31,12 +33,13 @@ def devices(slots: list[Slot]) -> list[tuple[str, str]]:
 devices.keep = []  # type: ignore[attr-defined]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["one node", "two nodes"])
 def nodes(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Number of nodes of a Ray cluster with four fake GPUs on each."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_gpus": 4, "num_cpus": 8})
+    """Number of nodes of a Ray cluster with fake GPUs."""
+    ray.shutdown()  # that of other tests
+    cluster = Cluster(initialize_head=True, head_node_args={"num_gpus": GPUS, "num_cpus": GPUS})
     for _ in range(request.param - 1):
-        cluster.add_node(num_gpus=4, num_cpus=8)
+        cluster.add_node(num_gpus=GPUS, num_cpus=GPUS)
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
     yield request.param
     devices.keep.clear()  # type: ignore[attr-defined]
@@ -53,7 +56,7 @@ def free_devices() -> Iterator[None]:
 
 
 def test_roles_of_one_pool_get_the_same_devices_and_neighbours_are_on_one_node(nodes: int) -> None:
-    count = 4 * nodes
+    count = GPUS * nodes
     placement = Placement(ClusterConfig(pools={"main": count}), roles=ROLES, gpu=True)
     actor, critic = devices(placement.slots("actor", count)), devices(placement.slots("critic", count))
     rollout = devices(placement.slots("rollout", count))
@@ -62,11 +65,11 @@ def test_roles_of_one_pool_get_the_same_devices_and_neighbours_are_on_one_node(n
     assert len(set(actor)) == count
     hosts = [node for node, _ in actor]
     assert len(set(hosts)) == nodes
-    assert all(len(set(hosts[start : start + 4])) == 1 for start in range(0, count, 4))
+    assert all(len(set(hosts[start : start + GPUS])) == 1 for start in range(0, count, GPUS))
 
 
 def test_separate_pools_get_disjoint_devices(nodes: int) -> None:
-    count = 2 * nodes
+    count = GPUS * nodes // 2
     roles = {"actor": "train", "critic": "train", "rollout": "generate"}
     placement = Placement(ClusterConfig(pools={"train": count, "generate": count}), roles=roles, gpu=True)
     actor, critic = devices(placement.slots("actor", count)), devices(placement.slots("critic", count))
@@ -78,6 +81,6 @@ def test_separate_pools_get_disjoint_devices(nodes: int) -> None:
 
 
 def test_too_few_devices_end_with_what_was_asked_and_what_there_is(nodes: int) -> None:
-    wanted = 4 * nodes + 1
-    with pytest.raises(WorkerError, match=rf"pool main: {wanted} GPU.*the cluster has {4 * nodes} GPU"):
-        Placement(ClusterConfig(pools={"main": wanted}, start_timeout_s=3.0), roles=ROLES, gpu=True)
+    wanted = GPUS * nodes + 1
+    with pytest.raises(WorkerError, match=rf"pool main: {wanted} GPU.*the cluster has {GPUS * nodes} GPU"):
+        Placement(ClusterConfig(pools={"main": wanted}, start_timeout_s=1.0), roles=ROLES, gpu=True)

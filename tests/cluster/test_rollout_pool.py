@@ -360,7 +360,7 @@ def test_an_engine_that_fails_too_often_is_given_up_and_the_last_one_ends_the_ru
 
 
 def test_without_restarts_the_first_failure_ends_the_call_with_the_last_log_lines(engines: Start) -> None:
-    here = engines(50.0, 50.0, recovery=RecoveryConfig(max_restarts=0))
-    here.fault(1, "die")
-    with pytest.raises(EngineError, match=r"(?s)rollout engine 1 \(pid \d+ on .*last lines of .*scripted engine"):
+    here = engines(50.0, recovery=RecoveryConfig(max_restarts=0))
+    here.fault(0, "die")
+    with pytest.raises(EngineError, match=r"(?s)rollout engine 0 \(pid \d+ on .*last lines of .*scripted engine"):
         list(here.pool.generate(here.draws([20] * 4), SAMPLING, seed=0))

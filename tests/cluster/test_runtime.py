@@ -1,22 +1,19 @@
 """What a user reads when a worker process raises, dies or stops answering. Real Ray processes."""
 
-import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
-from megappo.cluster import runtime
-from megappo.cluster.runtime import Call, gather, start_ray
-from megappo.config.cluster import ClusterConfig
+from megappo.cluster.runtime import Call, gather
 from megappo.errors import CheckpointError, EngineError, WorkerError
 from megappo.observability.logging import redirect_process_output
+from tests.cluster.conftest import NO_WAIT, FirstTry
 
 
 @ray.remote
@@ -45,30 +42,9 @@ class Worker:
         time.sleep(60)
 
 
-NO_WAIT = "RAY_gcs_server_port_wait_time_s"
-"""Ray's own key: how long it waits for the port of its first process. With 0 it does not start."""
-
-
-class FirstTry(logging.Handler):
-    """Hears that Ray did not start, and lets it wait from then on."""
-
-    heard = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard += record.getMessage()
-        os.environ.pop(NO_WAIT, None)
-
-
 @pytest.fixture(scope="module", autouse=True)
-def first_try() -> Iterator[FirstTry]:
-    """Ray runs, at the second try."""
-    handler = FirstTry()
-    runtime.logger.addHandler(handler)
-    os.environ[NO_WAIT] = "0"
-    start_ray(ClusterConfig(), num_cpus=4)
-    yield handler
-    runtime.logger.removeHandler(handler)
-    ray.shutdown()
+def running(ray_here: None) -> None:
+    """Ray, for every test."""
 
 
 def test_ray_is_started_once_more_when_it_does_not_come_up(first_try: FirstTry) -> None:
@@ -111,8 +87,9 @@ def test_any_other_error_is_told_with_its_class_and_text(tmp_path: Path) -> None
 
 def test_a_worker_that_does_not_answer_is_named_with_the_deadline(tmp_path: Path) -> None:
     calls = [make_call(tmp_path, 0, "answer", 1), make_call(tmp_path, 1, "hang")]
-    with pytest.raises(WorkerError, match=r"actor rank 1: no answer in log-probs within 3 s"):
-        gather(calls, phase="log-probs", timeout_s=3)
+    gather(calls[:1], phase="start", timeout_s=60)
+    with pytest.raises(WorkerError, match=r"^actor rank 1: no answer in log-probs within 1 s"):
+        gather(calls, phase="log-probs", timeout_s=1)
 
 
 FAILING_START = """

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megappo.cli.rewards import rewards_can_be_made, settle_rewards
+from megappo.config.algorithm import OverlongConfig
 from megappo.config.data import SourceConfig
 from megappo.config.reward import FailedReward, RewardTerm, RewardTerms, terms_of
 from megappo.config.reward_rules import model_rewards, reward_sections
@@ -98,6 +99,39 @@ def test_every_source_is_checked(config: RunConfig) -> None:
     config.data.train.reward = RewardTerms(name="exact_match", params={"nonsense": 1})
     (found,) = rewards_can_be_made(config)
     assert found.key == "data.train.reward.name" and "params.nonsense is unknown" in found.rule
+    config.data.train.reward, config.reward.timeout_s = RewardTerms(name="code"), 30.0
+    (found,) = rewards_can_be_made(config)
+    assert found.key == "data.train.reward.params.total_s" and "reward.timeout_s=30 must be longer" in found.rule
+
+
+def test_a_penalty_for_long_answers_begins_below_the_longest_one(config: RunConfig) -> None:
+    config.reward.terms = {
+        "right": RewardTerm(),
+        "long": RewardTerm(name="overlong", params={"max_tokens": 12, "buffer_tokens": 4}),
+        "short": RewardTerm(name="length", params={"target_tokens": 8, "scale_tokens": 2}),
+        "exactly": RewardTerm(name="length", params={"target_tokens": 9, "scale_tokens": 2, "both_sides": True}),
+        "wrong": RewardTerm(name="overlong", params={"max_tokens": "12"}),  # told of where it is made
+    }
+    config.algorithm.overlong = OverlongConfig(max_length=10, buffer=2)
+    assert [str(violation) for violation in check_config(config)] == [
+        "reward.terms.long.params.max_tokens=12 with buffer_tokens=4 is a penalty on answers of more than 8 tokens, "
+        "and rollout.sampling.max_new_tokens=8 lets none be longer: it is always 0 "
+        "(lower it, or raise rollout.sampling.max_new_tokens)",
+        "reward.terms.short.params.target_tokens=8 is a penalty on answers of more than 8 tokens, "
+        "and rollout.sampling.max_new_tokens=8 lets none be longer: it is always 0 "
+        "(lower it, or raise rollout.sampling.max_new_tokens)",
+        "algorithm.overlong.max_length=10 with buffer=2 is a penalty on answers of more than 8 tokens, "
+        "and rollout.sampling.max_new_tokens=8 lets none be longer: it is always 0 "
+        "(lower it, or raise rollout.sampling.max_new_tokens)",
+    ]
+    config.rollout.sampling.max_new_tokens = config.rollout.validation.max_new_tokens = 9
+    assert check_config(config) == []
+    # What only a validation set is scored by goes by the answers of the validation.
+    assert config.data.validation is not None
+    config.data.validation.reward = RewardTerms(name="length", params={"target_tokens": 9, "scale_tokens": 1})
+    (found,) = check_config(config)
+    assert found.key == "data.validation.reward.params.target_tokens"
+    assert "rollout.validation.max_new_tokens=9" in found.rule
 
 
 def test_reward_models_of_terms_and_sources_get_absolute_paths(config: RunConfig) -> None:

@@ -107,3 +107,24 @@ def test_training_is_checked_under_its_own_keys(config: RunConfig, use_model: Us
         "reward_model.parallelism.tensor",
         "data.train_sources",
     }
+
+
+def test_what_is_measured_and_kept_of_a_training_can_be(config: RunConfig, use_model: UseModel) -> None:
+    use_model({})
+    config.data.validation, config.rm.test_freq, config.rm.output = None, 5, "."
+    config.rm.save_freq, config.checkpoint.keep_best = 4, "reward/mean"
+    config.trainer.resume = "runs/rm/checkpoints/step_000004"
+    assert [str(violation) for violation in check_rm(config)] == [
+        "rm.output=. must name a folder of the run's own (for example runs/sft)",
+        "rm.test_freq=5 needs rows to measure the loss on (set data.validation, or leave it at -1)",
+        "checkpoint.keep_best=reward/mean is never measured by `megappo rm` (use reward_model/preference_loss or, with "
+        "rm.test_freq, reward_model/val_loss, and checkpoint.best_mode=min)",
+        "trainer.resume=runs/rm/checkpoints/step_000004 is not a folder that exists "
+        "(give a checkpoint folder, or auto for the newest of this run)",
+    ]
+    config.rm.output, config.rm.test_freq, config.trainer.resume = "runs/rm", -1, "never"
+    config.checkpoint.keep_best = "reward_model/val_accuracy"
+    (found,) = check_rm(config)
+    assert "with rm.test_freq=-1" in found.rule
+    config.checkpoint.keep_best = "reward_model/accuracy"
+    assert check_rm(config) == []

@@ -5,20 +5,21 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from megappo.config.algorithm import CorrectionLevel, KLController
 from megappo.config.rules import check_config, check_files
 from megappo.config.run import RunConfig
-from megappo.config.store import config_folder, load_run_config, resolved_yaml
+from megappo.config.store import config_folder, load_run_config, override_of, resolved_yaml
 from megappo.errors import ConfigError
 
 EXPERIMENTS = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
-GROUP_CHOICES = sorted(
-    f"{path.parent.name}={path.stem}"
-    for path in config_folder().glob("*/*.yaml")
-    if path.parent.name not in ("experiment", "data")
-)
+GROUPS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in config_folder().iterdir()
+    if folder.is_dir() and folder.name not in ("experiment", "data")
+}
 
 
 def faults(*overrides: str) -> dict[str, str]:
@@ -28,16 +29,43 @@ def faults(*overrides: str) -> dict[str, str]:
     return {violation.key: str(violation) for violation in caught.value.violations}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a b",
+        "it's",
+        'the "best"',
+        "lr=1,b=2",
+        "x\\",
+        "x\\'",
+        "\\\\${x}",
+        "${seed}",
+        "$",
+        "[1]",
+        "{a}",
+        " a ",
+        "1",
+        "null",
+        "\n",
+    ],
+)
+def test_an_override_of_a_text_sets_it_as_it_stands(text: str) -> None:
+    tree = OmegaConf.create({"path": ""})
+    OmegaConf.update(tree, "path", OverridesParser.create().parse_override(override_of("path", text)).value())
+    assert tree.path == text
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_is_a_complete_run_that_breaks_no_rule(experiment: str) -> None:
     config = load_run_config([f"experiment={experiment}"])
     assert type(config) is RunConfig
 
 
-@pytest.mark.parametrize("choice", GROUP_CHOICES)
-def test_every_choice_of_every_group_fits_the_schema(choice: str) -> None:
+@pytest.mark.parametrize("number", range(max(map(len, GROUPS.values()))))
+def test_every_choice_of_every_group_fits_the_schema(number: int) -> None:
     # Rules are left out: not every choice suits the quickstart (a GPU pool has other sizes).
-    load_run_config(["experiment=quickstart", choice], rules=())
+    choices = [f"{group}={known[number]}" for group, known in GROUPS.items() if number < len(known)]
+    load_run_config(["experiment=quickstart", *choices], rules=())
 
 
 def test_quickstart_is_grpo_on_two_tensor_parallel_ranks_and_one_sglang_engine() -> None:
@@ -121,52 +149,57 @@ def test_the_resolved_yaml_reads_back_as_the_same_configuration() -> None:
     assert again == config
 
 
-@pytest.mark.parametrize(
-    ("override", "near"),
-    [
-        ("actor.optim.lrr=1", "actor.optim.lr"),
-        ("trainer.total_epoch=3", "trainer.total_epochs"),
-        ("total_steps=3", "trainer.total_steps"),
-        ("actor.temperature=3", "rollout.sampling.temperature or rollout.validation.temperature"),
-        ("rolout=hf", "rollout"),
-        ("clip=3", "algorithm.policy_loss.clip or algorithm.value_loss.clip"),
-        ("+trainer.total_step=3", "trainer.total_steps"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_nearest_one(override: str, near: str) -> None:
-    (message,) = faults("experiment=quickstart", override).values()
-    assert message.endswith(f"is not a key of the configuration (did you mean {near}?)")
+UNKNOWN = {
+    "actor.optim.lrr=1": "actor.optim.lr",
+    "trainer.total_epoch=3": "trainer.total_epochs",
+    "total_steps=3": "trainer.total_steps",
+    "actor.temperature=3": "rollout.sampling.temperature or rollout.validation.temperature",
+    "rolout=hf": "rollout",
+    "clip=3": "algorithm.policy_loss.clip or algorithm.value_loss.clip",
+    "+trainer.total_step=3": "trainer.total_steps",
+}
+"""Override -> the key that is nearest."""
 
 
-@pytest.mark.parametrize(
-    ("override", "rule"),
-    [
-        ("trainer.total_steps=abc", "must be an integer or null (without this it is 170)"),
-        ("trainer.total_steps=1.5", "must be an integer or null (without this it is 170)"),
-        ("actor.optim.lr=fast", "must be a number (without this it is 0.0002)"),
-        ("trainer.val_before_train=maybe", "must be true or false"),
-        ("model.dtype=float16", "must be one of float32, bfloat16 (without this it is float32)"),
-        (
-            "model=null",
-            "must be a section with the keys path, random_weights, family, dtype, fp32_head",
-        ),
-        ("seed=1,2", "holds several values"),
-        ("~seed", "cannot be removed"),
-        ("data.train.size=???", "must be given"),
-        ("run.name=${nowhere}", "refers to what is not there"),
-        ("algorithm.correction.reject=[{lo: 3}]", "Key 'lo' not in 'RejectConfig'"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_what_the_key_may_hold(override: str, rule: str) -> None:
-    (message,) = faults("experiment=quickstart", override).values()
-    assert rule in message
+def test_unknown_keys_are_refused_with_the_nearest_one() -> None:
+    assert list(faults("experiment=quickstart", *UNKNOWN).values()) == [
+        f"{override.lstrip('+')} is not a key of the configuration (did you mean {near}?)"
+        for override, near in UNKNOWN.items()
+    ]
 
 
-@pytest.mark.parametrize("group", ["experiment", "rollout", "algorithm"])
-def test_an_unknown_choice_is_refused_with_the_known_ones(group: str) -> None:
-    (message,) = faults(f"{group}=nothing").values()
-    known = sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
-    assert message == f"{group}=nothing is not there (use one of {', '.join(known)})"
+WRONG = {
+    "trainer.total_steps=1.5": "must be an integer or null (without this it is 170)",
+    "actor.optim.lr=fast": "must be a number (without this it is 0.0002)",
+    "trainer.val_before_train=maybe": "must be true or false",
+    "model.dtype=float16": "must be one of float32, bfloat16 (without this it is float32)",
+    "seed=1,2": "holds several values",
+    "data.train.size=???": "must be given",
+    "run.name=${nowhere}": "refers to what is not there",
+    "algorithm.correction.reject=[{lo: 3}]": "Key 'lo' not in 'RejectConfig'",
+}
+"""Override -> what is said of it."""
+WRONG_TOO = {
+    "trainer.total_steps=abc": "must be an integer or null (without this it is 170)",
+    "model=null": "must be a section with the keys path, random_weights, family, dtype, fp32_head",
+    "~seed": "cannot be removed",
+}
+"""Of the same keys."""
+
+
+@pytest.mark.parametrize("overrides", [WRONG, WRONG_TOO])
+def test_wrong_values_are_refused_with_what_the_keys_may_hold(overrides: dict[str, str]) -> None:
+    found = faults("experiment=quickstart", *overrides)
+    assert found.keys() == {override.partition("=")[0].lstrip("~") for override in overrides}
+    for override, rule in overrides.items():
+        assert rule in found[override.partition("=")[0].lstrip("~")]
+
+
+def test_unknown_choices_are_refused_with_the_known_ones() -> None:
+    known = {"experiment": EXPERIMENTS, "rollout": GROUPS["rollout"], "algorithm": GROUPS["algorithm"]}
+    assert faults(*(f"{group}=nothing" for group in known)) == {
+        group: f"{group}=nothing is not there (use one of {', '.join(choices)})" for group, choices in known.items()
+    }
 
 
 def test_everything_wrong_comes_in_one_report() -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from megappo.checkpoint.health import whole_before
 from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig
 from megappo.config.batching import BatchingConfig
+from megappo.config.rollout import PartialConfig
+from megappo.config.trainer import ControllerKind
 from megappo.controller.rollout_files import read_rollouts, read_step
 from megappo.data.sampler import PromptSampler
 from megappo.data.types import Prompt
@@ -163,6 +166,51 @@ def test_the_checkpoint_of_another_run_begins_a_record_of_its_own(whole: Whole, 
         "step_000004",
         "step_000006",
     ]
+
+
+@pytest.mark.parametrize("name", ["one step off, over-sampling", "one step off, partial"])
+def test_other_ranks_train_on_what_was_sampled_before_the_save(name: str, whole: Whole, tmp_path: Path) -> None:
+    config = CONFIGS[name]()
+    die(start(config, tmp_path / "run"), KILLS["before the line of a saved step"])
+    resumed = start(resuming(config), tmp_path / "run", data=2, critic_data=4)
+    assert resumed.finish()
+    for mine, theirs in zip(resumed.lines(), whole(name).lines(), strict=True):
+        both = [{key: value for key, value in line.items() if key != "schedule/imbalance"} for line in (mine, theirs)]
+        assert both[0] == pytest.approx(both[1], rel=1e-5, abs=1e-6), f"step {theirs['step']}"
+
+
+def test_a_run_goes_on_in_another_order_with_steps_of_another_size(tmp_path: Path) -> None:
+    config = CONFIGS["one step off, partial"]()
+    die(start(config, tmp_path / "run"), KILLS["before the line of a saved step"])
+    config = replace(resuming(config), controller=ControllerKind.synchronous)
+    config.rollout.partial = PartialConfig()
+    config.batching = BatchingConfig(prompts_per_step=2, samples_per_prompt=3, mini_batch_prompts=1)
+    config.trainer.total_steps = 9
+    resumed = start(config, tmp_path / "run")
+    assert resumed.finish()
+    # Step 5 was sampled before the save; the answers that had been begun are the first of the next steps, two a group.
+    assert [line["rollout/sequences"] for line in resumed.lines()[5:]] == [8, 4, 4, 5, 6]
+
+
+def test_checkpoints_may_be_moved_to_another_disk(whole: Whole, tmp_path: Path) -> None:
+    done, config = whole("one step off"), CONFIGS["one step off"]()
+    die(start(config, tmp_path / "run"), KILLS["before the line of a saved step"])
+    shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "disk")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    run = start(resuming(config, str(tmp_path / "disk" / "step_000004")), tmp_path / "run")
+    assert run.finish()
+    assert_same(run, done)
+
+
+def test_a_run_that_ends_before_its_first_step_is_summed_up_with_those_before(whole: Whole, tmp_path: Path) -> None:
+    done = whole("critic and adaptive KL")
+    shutil.copytree(done.folder, tmp_path / "run")
+    expected = done.observer.finish("completed")
+    run = start(resuming(CONFIGS["critic and adaptive KL"]()), tmp_path / "run")
+    run.observer.expect(STEPS, tmp_path / "run" / "checkpoints" / "step_000006")
+    summary = run.observer.finish("interrupted")
+    assert summary == expected | {"wall_s": summary["wall_s"], "exit": "interrupted"}
+    assert run.observer.saved.startswith(f"metrics of {STEPS} steps")
 
 
 def test_going_on_from_an_older_checkpoint_replaces_what_came_after_it(whole: Whole, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megappo.config.algorithm import AdvantageConfig, AlgorithmConfig
@@ -14,6 +15,7 @@ from megappo.config.run import RunConfig
 from megappo.controller.rollouts import join
 from megappo.controller.sampling import SamplerState, StepSampler
 from megappo.controller.state import DrawPosition, OpenDraw
+from megappo.data.curriculum import CurriculumError
 from megappo.data.mixture import PromptMixture, WeightedPrompts
 from megappo.data.types import Prompt
 from megappo.observability.metrics import values
@@ -98,6 +100,15 @@ def test_a_resumed_run_draws_what_would_have_followed() -> None:
     resumed = sampler_of({"a": LowestFirst(), "b": LowestFirst()})
     resumed.restore(SamplerState(position=position, carried=join([])))
     assert steps(resumed, range(3, 8)) == steps(sampler, range(3, 8))
+
+
+def test_an_error_of_a_curriculum_names_the_step() -> None:
+    class Forgetful(LowestFirst):
+        def observe(self, indices: Sequence[int], scores: Sequence[Sequence[float]]) -> None:
+            raise KeyError("levels")
+
+    with pytest.raises(CurriculumError, match=r"^step 3: data\.curriculum: .*Forgetful\.observe\(.* raised KeyError"):
+        steps(sampler_of({"a": LowestFirst(), "b": Forgetful()}), [3])
 
 
 def test_an_open_draw_finds_its_prompt_among_equal_rows_of_other_sources() -> None:

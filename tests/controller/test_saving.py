@@ -201,6 +201,26 @@ def test_the_best_checkpoint_stays_although_its_metric_is_known_later(
     assert steps_in(run) == [{"max": "step_000003", "min": "step_000002"}[best], "step_000006"]
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_kill_does_not_lose_what_the_best_checkpoint_is(after: bool, tmp_path: Path) -> None:
+    config = config_of()
+    config.trainer.save_freq = config.trainer.test_freq = 1
+    config.checkpoint.keep_last, config.checkpoint.keep_best = 1, "val/reward/mean"
+
+    def begin(config: RunConfig) -> Started:
+        run = start(config, tmp_path / "run")
+        validate, controller = run.controller.validate, run.controller
+        controller.validate = lambda: (  # type: ignore[method-assign]
+            validate() | {"val/reward/mean": mean([0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.5][controller.step], 1)}
+        )
+        return run
+
+    die(begin(config), lambda run: kill_at(run.observer, "on_step", 2, after=after))
+    resumed = begin(resuming(config))
+    assert resumed.finish()
+    assert steps_in(resumed) == ["step_000002", "step_000006"]
+
+
 def test_exports_are_written_when_due_and_before_the_checkpoint_of_their_step(tmp_path: Path) -> None:
     config = config_of()
     config.trainer.export_hf_freq = 4

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megappo.checkpoint.store import CheckpointStore
 from megappo.cli.supervised import SupervisedRunObserver
 from megappo.config.checkpoint import BestMode, CheckpointConfig
 from megappo.config.supervised import SupervisedConfig
@@ -197,6 +198,35 @@ def test_the_best_checkpoint_by_held_out_loss_stays(tmp_path: Path) -> None:
     held_out = {line["step"]: line["sft/val_loss"] for line in process.lines if line["step"]}
     best = min(held_out, key=lambda step: held_out[step])
     assert process.steps_saved == sorted({best, TOTAL})
+
+
+def test_a_kill_after_a_save_does_not_lose_what_the_best_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise Killed
+
+    settings = SupervisedConfig(epochs=2, batch_tokens=20, test_freq=1, save_freq=1)
+    keep = CheckpointConfig(keep_last=1, keep_best="sft/val_loss", best_mode=BestMode.min)
+    process = Process(tmp_path / "run", settings=settings, checkpoint=keep)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(CheckpointStore, "prune", die)
+        process.run()
+    assert Process(tmp_path / "run", settings=settings, checkpoint=keep).run("auto")
+    held_out = {line["step"]: line["sft/val_loss"] for line in process.lines if line["step"]}
+    assert min(held_out, key=lambda step: held_out[step]) == 1, "the one whose save was cut short"
+    assert process.steps_saved == [1, TOTAL]
+
+
+def test_a_run_that_ends_before_its_first_step_is_summed_up_with_those_before(whole: Process, tmp_path: Path) -> None:
+    directory = open_run_directory(RunSection(name="run", dir=str(whole.folder.parent)), resume="auto")
+    console = RunConsole(file=io.StringIO(), terminal=False)
+    observer = SupervisedRunObserver(directory, console=console, trackers=[], names=("sft/loss", "sft/val_loss"))
+    observer.expect(6, directory.checkpoints / "step_000006")
+    summary = observer.finish("interrupted")
+    assert (summary["steps"], summary["loss_last"]) == (6, whole.lines[6]["sft/loss"])
+    assert summary["held_out_loss_last"] == whole.lines[6]["sft/val_loss"]
+    assert len(whole.lines) == TOTAL + 1, "nothing is dropped before the checkpoint is loaded"
 
 
 def test_other_rows_or_batches_are_refused(whole: Process) -> None:

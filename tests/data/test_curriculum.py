@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megappo.config.data import DataConfig
-from megappo.data.curriculum import make_curriculum
+from megappo.data.curriculum import CurriculumError, make_curriculum
 from megappo.data.mixture import PromptMixture, WeightedPrompts
 from megappo.data.sampler import PromptSampler
 from megappo.data.types import Prompt
@@ -63,6 +63,27 @@ class Chosen:
 class NotReady:
     def __init__(self) -> None:
         raise RuntimeError("no table")
+
+
+class Careless(Weakest):
+    """Fails in the method that it is told."""
+
+    def __init__(self, method: str = "state_dict") -> None:
+        super().__init__(2)
+        self.method = method
+
+    def order(self, number: int, prompts: Sequence[Prompt]) -> Sequence[int]:
+        return [{}[number]] if self.method == "order" and number else super().order(number, prompts)
+
+    def observe(self, indices: Sequence[int], scores: Sequence[Sequence[float]]) -> None:
+        if self.method == "observe":
+            raise ValueError("no idea of these")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1 / 0} if self.method == "state_dict" else super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("levels")
 
 
 class NoCurriculum:
@@ -171,6 +192,24 @@ def test_what_is_no_curriculum_is_named(monkeypatch, tmp_path, name, params, err
     named = name if ":" in name else f"outside_curricula:{name}"
     with pytest.raises(error, match=message):
         make_curriculum(DataConfig(curriculum=named, curriculum_params=params))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("order", r"Careless\.order\(1, \.\.\.\) raised KeyError: 1 \(.*test_curriculum\.py:\d+\)"),
+        ("observe", r"Careless\.observe\(2 prompts\) raised ValueError: no idea of these \("),
+        ("state_dict", r"Careless\.state_dict\(\) raised ZeroDivisionError: division by zero \("),
+    ],
+)
+def test_an_error_of_a_curriculum_names_its_method_and_place(method, message):
+    with pytest.raises(CurriculumError, match=rf"^data\.curriculum: {message}"):
+        work(sampler(Careless(method)), 2)
+
+
+def test_an_error_in_taking_a_state_names_the_curriculum():
+    with pytest.raises(CurriculumError, match=r"Careless\.load_state_dict\(\.\.\.\) raised KeyError: 'levels'"):
+        sampler(Careless("load")).load_state_dict(sampler(Careless("load")).state_dict())
 
 
 def test_no_curriculum_is_made_where_none_is_named():

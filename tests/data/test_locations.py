@@ -2,7 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import fsspec
 import pytest
@@ -49,6 +53,7 @@ def test_parquet_and_saved_data_sets_are_read_from_urls(memory, tmp_path):
     ("path", "options", "message"),
     [
         ("memory://nothing/*.jsonl", {}, "no file matches path=memory://nothing"),
+        ("memory://nothing.jsonl", {}, "no file matches path=memory://nothing.jsonl"),
         ("sfs3://bucket/rows.jsonl", {}, "cannot be reached: Protocol not known: sfs3"),
         ("memory://rows.jsonl", {"key": "x"}, None),
         ("file:///nowhere/*.jsonl", {}, "no file matches"),
@@ -62,6 +67,45 @@ def test_what_cannot_be_reached_is_named(memory, path, options, message):
         return
     with pytest.raises(DataError, match=message):
         read_rows(config)
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A web server that answers everything with a status; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "*.jsonl"])
+@pytest.mark.parametrize("status", [403, 404, 500, None])
+def test_a_web_server_that_has_no_rows_says_why(status, name):
+    with answering(status or 200) as address:
+        url = f"{address}/{name}"
+        if status is not None:
+            with pytest.raises(DataError) as caught:
+                read_rows(SourceConfig(path=url))
+    if status is None:  # the server is gone
+        with pytest.raises(DataError, match=rf"Cannot connect to host {address.removeprefix('http://')}"):
+            read_rows(SourceConfig(path=url))
+        return
+    assert f"path={url} cannot be read: {status}, message=" in str(caught.value)
 
 
 def test_a_protocol_whose_package_is_missing_names_it(monkeypatch):

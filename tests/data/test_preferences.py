@@ -1,13 +1,14 @@
 """The rules listed in megappo/data/preferences.py."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megappo.config.data import SourceConfig
+from megappo.config.data import BadRow, SourceConfig
 from megappo.data.preferences import PairColumns, TextLimits, load_preferences, score_tokens
 from megappo.data.tokenizer import character_tokenizer
 from megappo.errors import DataError
@@ -72,20 +73,21 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) -> No
         tmp_path,
         {"chosen": "ab", "rejected": "ab<eos>"},
         {"chosen": "a", "rejected": " "},
+        {"chosen": "\n", "rejected": "a"},
         {"chosen": "abc", "rejected": "d"},
         {"chosen": "ab", "rejected": "d"},
     )
     found = load_preferences(source, PairColumns(), LETTERS, TextLimits(max_tokens=3, pad_token_id=0))
-    assert found.filtered == {"equal": 1, "empty": 1, "too_long": 1}
+    assert found.filtered == {"equal": 1, "empty": 2, "too_long": 1}
     assert found.pairs.lengths.tolist() == [4, 3]
-    with pytest.raises(DataError, match=r"0 of 4 rows left \(3 too_long, 1 empty; most tokens of a text: 2;"):
+    with pytest.raises(DataError, match=r"0 of 5 rows left \(2 empty, 3 too_long; most tokens of a text: 2;"):
         load_preferences(source, PairColumns(), LETTERS, TextLimits(max_tokens=2, pad_token_id=0))
 
 
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"chosen": "a"}, {}, r"row 0: column 'rejected' is missing or null \(.*; others of the row are \)"),
+        ({"chosen": "a"}, {}, r"row 0: column 'rejected' is missing or null \(.*; the row has no others\)"),
         ({"chosen": "a", "rejected": None}, {}, "column 'rejected' is missing or null"),
         ({"chosen": "a", "rejected": 3}, {}, "column 'rejected' must be text or a list of messages with a role, found"),
         (
@@ -110,6 +112,22 @@ def test_a_row_that_is_no_pair_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         load_preferences(source_of(tmp_path, row), PairColumns(**columns), LETTERS, NO_LIMIT)
+
+
+def test_rows_that_are_no_pairs_are_told_of_together_or_left_out(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"chosen": "a"}, {"chosen": 1, "rejected": "b"}, {"chosen": "a", "rejected": "b"}]
+    source = source_of(tmp_path, *rows, {"chosen": "a", "rejected": None})
+    with pytest.raises(DataError) as caught:
+        load_preferences(source, PairColumns(), LETTERS, NO_LIMIT)
+    head, *others = str(caught.value).splitlines()
+    assert "3 of 4 rows cannot be used (1 wrong_type, 2 no_pair; mend them, or set on_bad_row=filter" in head
+    assert [line.split(": column ")[0].rpartition("/")[2].strip() for line in others] == [
+        "pairs.jsonl:2",
+        "jsonl row 0",
+        "jsonl row 3",
+    ]
+    found = load_preferences(replace(source, on_bad_row=BadRow.filter), PairColumns(), LETTERS, NO_LIMIT)
+    assert found.filtered == {"bad": 3} and len(found.lengths) == 1
 
 
 def test_only_an_answer_that_ended_gets_an_end_token_and_padding_does_not_count() -> None:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from megappo.data.tokenizer import character_tokenizer, decode_response, encode_all, load_tokenizer
@@ -33,6 +35,16 @@ def test_a_saved_tokenizer_loads_as_it_was(letters, tmp_path):
     assert loaded.eos_token_id == 1
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_a_tokenizer_beside_any_model_loads_as_it_was(model_type, tmp_path):
+    saved = character_tokenizer("ab\u00e9\U0001f600")
+    saved.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    texts = ["ba\u00e9\U0001f600", "a\u6f22z", "\u00e9"]
+    assert encode_all(load_tokenizer(str(tmp_path)), texts) == encode_all(saved, texts)
+    assert [len(tokens) for tokens in encode_all(saved, texts)] == [len(text) for text in texts]
+
+
 def test_more_than_one_character_is_refused():
     with pytest.raises(DataError, match="'ab' is not one character"):
         character_tokenizer(["ab"])
@@ -42,6 +54,10 @@ def test_a_missing_folder_and_an_empty_one_are_named(tmp_path):
     with pytest.raises(DataError, match=r"absent.*is not a folder"):
         load_tokenizer(str(tmp_path / "absent"))
     with pytest.raises(DataError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    # transformers makes a tokenizer out of a model's type alone.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(DataError, match=r"holds no tokenizer: none of merges\.txt, .*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
 
 

@@ -1,14 +1,12 @@
 """The shared world of distributed tests behaves as its docstring says."""
 
-import os
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megappo.config.parallelism import ParallelismConfig
+from tests.device.idle_jobs import process_id, sleep_forever
 from tests.dist_world import DistWorld, RankError
 
 
@@ -30,14 +28,6 @@ def fail_on_rank_one() -> int:
     return 0
 
 
-def sleep_forever() -> None:
-    time.sleep(1000)
-
-
-def process_id() -> int:
-    return os.getpid()
-
-
 def test_ranks_of_every_layout_are_in_megatron_order(world: DistWorld) -> None:
     tensor = world.run(coordinates, parallelism=ParallelismConfig(tensor=2), offset=10)
     assert tensor == [(0, 0, 0, 21), (1, 0, 0, 21)]
@@ -54,7 +44,7 @@ def test_an_exception_comes_back_with_rank_and_traceback_and_the_world_lives_on(
 
 
 def test_a_job_past_its_deadline_ends_the_processes_and_the_next_job_runs_in_new_ones() -> None:
-    own = DistWorld()
+    own = DistWorld(imported=())
     try:
         before = own.run(process_id)
         with pytest.raises(RankError, match="no answer before the deadline"):

@@ -18,6 +18,8 @@ from megappo.data.tokenizer import load_tokenizer
 from tests.rewards.tiny_reward_model import make_random_reward_model
 
 START_TIMEOUT_S = 240
+END_TIMEOUT_S = 90
+"""A run that does not end within it hangs; how fast it ends depends on the load of the machine."""
 ROOT = Path(__file__).parents[2]
 
 

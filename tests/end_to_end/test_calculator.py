@@ -10,7 +10,7 @@ START = "runs/calculator-start"
 
 @pytest.mark.slow
 def test_the_model_learns_to_ask_the_calculator(launch: Launch) -> None:
-    start = launch("sft", "calculator-start", "experiment=calculator_start", f"sft.output={START}", "sft.mlflow=false")
+    start = launch("sft", "calculator-start", "experiment=calculator_start", f"sft.output={START}", "sft.tracked=false")
     assert start.wait(2 * START_TIMEOUT_S) == 0, start.output
     run = launch("train", "calculator", "experiment=calculator", "trainer.total_steps=10", f"sft.output={START}")
     assert run.wait(2 * START_TIMEOUT_S) == 0, run.output

@@ -17,7 +17,7 @@ def first_step(launch: Launch, name: str, *layout: str, steps: int = 1) -> dict[
         f"trainer.total_steps={steps}",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
-        "tracking.mlflow=false",
+        "tracking.trackers=[]",
         "data.validation.size=5510",
         "batching.micro_batch_tokens=700",
         *layout,

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.end_to_end.conftest import START_TIMEOUT_S, Launch, Run, assert_all_gone, command_line_of
+from megappo.errors import INTERRUPTED
+from tests.end_to_end.conftest import END_TIMEOUT_S, START_TIMEOUT_S, Launch, Run, assert_all_gone, command_line_of
 
-QUIET = ("experiment=quickstart", "trainer.test_freq=-1", "trainer.val_before_train=false", "tracking.mlflow=false")
+QUIET = ("experiment=quickstart", "trainer.test_freq=-1", "trainer.val_before_train=false", "tracking.trackers=[]")
 RECOVERY = ("rollout.recovery.health_interval_s=1", "rollout.recovery.hang_timeout_s=10")
 SEQUENCES = 32 * 8
 RECOVERY_TIMEOUT_S = 240
@@ -63,12 +64,26 @@ def check_steps(run: Run, *, restarts: int) -> None:
     )
 
 
-def test_the_only_engine_is_killed_while_it_generates_and_the_run_goes_on(launch: Launch, sft_run: Run) -> None:
-    run = launch("train", "killed-engine", *QUIET, "trainer.total_steps=6")
-    run.wait_for_step(2)
+@pytest.fixture(scope="module")
+def recovered_run(launch: Launch, sft_run: Run) -> tuple[Run, list[psutil.Process]]:
+    """A run whose only engine was killed while it generated, and that was ended by Ctrl-C two steps later; with the
+    processes that it had then."""
+    run = launch("train", "killed-engine", *QUIET, "tracking.trackers=[mlflow]")
+    run.wait_for_step(1)
     wait_for_log(run, "wake_cache")
     named(run, "sglang::scheduler").kill()
-    assert run.wait(RECOVERY_TIMEOUT_S) == 0, run.output
+    wait_until(run, lambda: "takes prompts again" in run.output)
+    run.wait_for_step(max(line["step"] for line in run.metrics()) + 2)
+    processes = run.descendants()
+    run.interrupt()
+    assert run.wait(END_TIMEOUT_S) == INTERRUPTED, run.output
+    return run, processes
+
+
+def test_the_only_engine_is_killed_while_it_generates_and_the_run_goes_on(
+    recovered_run: tuple[Run, list[psutil.Process]],
+) -> None:
+    run, _ = recovered_run
     assert "rollout engine 0 (pid" in run.output
     assert "restart 1 of 3" in run.output and "takes prompts again" in run.output
     check_steps(run, restarts=1)
@@ -77,6 +92,16 @@ def test_the_only_engine_is_killed_while_it_generates_and_the_run_goes_on(launch
         "engine-0.log",
         "engine-0-restart-1.log",
     }
+
+
+def test_ctrl_c_ends_every_process_those_of_the_new_engine_too_and_says_what_was_saved(
+    recovered_run: tuple[Run, list[psutil.Process]],
+) -> None:
+    run, processes = recovered_run
+    assert_all_gone(processes)
+    assert "interrupted after step" in run.output
+    assert "no checkpoint (trainer.save_freq)" in run.output
+    assert run.summary()["exit"] == "interrupted"
 
 
 def kill_scheduler(run: Run) -> None:

@@ -34,7 +34,7 @@ def test_an_evaluation_starts_no_trainer_and_writes_what_it_found(launch: Launch
         "validation.samples_per_prompt=4",
         "validation.pass_at=[1,4]",
         "validation.majority=response",
-        "tracking.mlflow=false",
+        "tracking.trackers=[]",
     )
     assert run.wait(START_TIMEOUT_S) == 0, run.output
     folder = run.directory.with_name("judged-evaluation")

@@ -40,14 +40,14 @@ def start(pytestconfig: pytest.Config, workspace: Path) -> Path:
 
 @pytest.mark.slow
 def test_supervised_and_reinforcement_training_take_a_step(start: Path, launch: Launch, workspace: Path) -> None:
-    sft = launch("sft", "gsm8k-sft", RECIPE, "tracking.mlflow=false")
+    sft = launch("sft", "gsm8k-sft", RECIPE, "tracking.trackers=[]")
     assert sft.wait(TIMEOUT_S) == 0, sft.output
     folder = workspace / "runs/gsm8k-smollm2-sft"
     before, step = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # An instruct model of this size: about 1 nat per token of a worked solution.
     assert 0.5 < before["sft/val_loss"] < 2.5 and 0.5 < step["sft/loss"] < 2.5
     assert step["data/tokens"] <= 1024
-    run = launch("train", "gsm8k", RECIPE, f"model.path={folder / 'model'}", "tracking.mlflow=false")
+    run = launch("train", "gsm8k", RECIPE, f"model.path={folder / 'model'}", "tracking.trackers=[]")
     assert run.wait(TIMEOUT_S) == 0, run.output
     (line,) = run.metrics()
     assert line["rollout/sequences"] == 4

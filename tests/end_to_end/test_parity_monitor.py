@@ -21,6 +21,8 @@ def wrong_run(launch: Launch, sft_run: Run) -> Run:
             "wrong-engine",
             "experiment=quickstart",
             "rollout=hf",
+            "cluster.pools.main=1",
+            "actor.parallelism.tensor=1",
             "rollout.engine=tests.end_to_end.wrong_engine:WrongEngine",
             "rollout.parity.warn.max=1e-3",
             "rollout.parity.stop.mean=0.1",
@@ -29,7 +31,7 @@ def wrong_run(launch: Launch, sft_run: Run) -> Run:
             "trainer.test_freq=-1",
             "trainer.val_before_train=false",
             "data.validation=null",
-            "tracking.mlflow=false",
+            "tracking.trackers=[]",
         )
     assert run.wait(START_TIMEOUT_S) == 1, run.output
     return run

@@ -26,7 +26,7 @@ def test_a_preset_trains_twenty_steps(preset: str, launch: Launch, sft_run: Run)
         "trainer.total_steps=20",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
-        "tracking.mlflow=false",
+        "tracking.trackers=[]",
         *MORE.get(preset, []),
     )
     assert run.wait(START_TIMEOUT_S) == 0, run.output

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def overrides(workspace: Path) -> list[str]:
         "rm.optim.lr=2e-3",
         "rm.test_freq=30",
         "rm.save_freq=20",
-        "rm.mlflow=false",
+        "rm.tracked=false",
     ]
 
 
@@ -86,7 +87,9 @@ def test_accuracy_on_held_out_pairs_rises(trained: Run) -> None:
     # The score head starts at zero: all scores are equal, which is no right judgement.
     assert list(accuracies) == [0, 30, 60] and accuracies[0] == 0.0
     assert accuracies[60] > 0.9
-    assert f"accuracy on held-out pairs: {accuracies[60]:.4f}" in trained.output
+    for step, accuracy in accuracies.items():
+        assert re.search(rf"held-out loss after step {step}: \d\.\d+, accuracy {accuracy:.4f}", trained.output)
+    assert trained.summary()["held_out_accuracy_last"] == accuracies[60]
     assert not undocumented(sorted({name for line in lines for name in line if name != "step"}))
 
 
@@ -138,7 +141,7 @@ def test_a_run_is_scored_by_it_beside_another_term(launch: Launch, sft_run: Run,
         "trainer.total_steps=2",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
-        "tracking.mlflow=false",
+        "tracking.trackers=[]",
     )
     assert run.wait(2 * START_TIMEOUT_S) == 0, run.output
     assert "the reward model has a tokenizer of its own: texts are tokenised anew for it" in run.output

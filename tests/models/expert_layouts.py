@@ -1,5 +1,7 @@
 """Layouts of models with four experts, each with the number of processes that it is tried on."""
 
+import pytest
+
 from megappo.config.parallelism import ParallelismConfig
 
 # More processes than a copy of the model needs: the others are replicas, over which experts may be spread.
@@ -15,3 +17,10 @@ EXPERT_LAYOUTS = {
     "expert and virtual pipeline": (ParallelismConfig(pipeline=2, virtual_pipeline=2, expert=2), 4),
     "all axes": (ParallelismConfig(tensor=2, sequence=True, expert=2, expert_tensor=2), 4),
 }
+
+IN_ANOTHER = ("expert", "whole experts on tensor ranks", "tensor and expert tensor", "expert and pipeline")
+"""Whose axes another one has, too, all of them."""
+EXPERT_CASES = [
+    pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in IN_ANOTHER else [])
+    for name, case in EXPERT_LAYOUTS.items()
+]

@@ -66,21 +66,25 @@ def distinct(rows: list[tuple[ParallelismConfig, int]], world_size: int) -> list
     return list(found.values())
 
 
+@pytest.mark.parametrize(
+    "every", [pytest.param(True, marks=pytest.mark.slow), False], ids=["every model", "one or two models"]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_plan_of_every_layout_is_what_ranks_hold_and_send(
-    world: DistWorld, make_model: MakeModel, world_size: int
+    world: DistWorld, make_model: MakeModel, world_size: int, every: bool
 ) -> None:
+    """Of every model; or of a sparse one and of two dense ones, which differ in family and in tied embeddings."""
     experts = [name for name in FAMILIES.names() if FAMILIES.get(name).traits.experts]
+    dense = [(family, tied) for family in FAMILIES.names() if family not in experts for tied in (False, True)]
     pairs: list[tuple[ParallelismConfig, str]] = []
-    for layout in distinct(DENSE, world_size):
-        for family in sorted(set(FAMILIES.names()) - set(experts)):
-            # 95 rows: two and four ranks pad them.
-            pairs += [
-                (layout, str(make_model(family, tie_word_embeddings=tied, vocab_size=95))) for tied in (False, True)
-            ]
-    for layout in distinct(SPARSE, world_size):
-        pairs += [(layout, str(make_model(family))) for family in experts]
-    assert len(pairs) >= (6 if world_size < 4 else 40)
+    for number, layout in enumerate(distinct(DENSE, world_size)):
+        # An odd distance: the second one is tied where the first is not.
+        chosen = dense if every else [dense[(number + distance) % len(dense)] for distance in (0, 3)]
+        # 95 rows: two and four ranks pad them.
+        pairs += [(layout, str(make_model(name, tie_word_embeddings=tied, vocab_size=95))) for name, tied in chosen]
+    for number, layout in enumerate(distinct(SPARSE, world_size)):
+        pairs += [(layout, str(make_model(name))) for name in (experts if every else [experts[number % len(experts)]])]
+    assert len(pairs) >= (2 if world_size < 4 else 15) * (3 if every else 1)
     results = world.run(check_plans, world_size=world_size, parallelism=ParallelismConfig(), pairs=pairs)
     for index, (layout, folder) in enumerate(pairs):
         sent = [name for names, _ in (rank[index] for rank in results) for name in names]

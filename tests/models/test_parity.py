@@ -19,7 +19,7 @@ from megappo.models.build import Head
 from megappo.models.families import FAMILIES
 from tests.dist_world import DistWorld
 from tests.models.conftest import MakeModel
-from tests.models.expert_layouts import EXPERT_LAYOUTS
+from tests.models.expert_layouts import EXPERT_CASES
 from tests.models.model_jobs import (
     RankResult,
     Sequences,
@@ -38,6 +38,11 @@ LAYOUTS = {
 }
 ALL = LAYOUTS["tensor, sequence and pipeline"]
 ONE = ParallelismConfig()
+OF_BOTH_ENDS = [
+    pytest.param(layout, id=name, marks=[] if layout in (ALL, LAYOUTS["virtual pipeline"]) else [pytest.mark.slow])
+    for name, layout in {"one process": ONE, **LAYOUTS}.items()
+]
+"""For what differs at the first and the last layer only; tests/train/test_parity.py tries it on more layouts."""
 
 
 def make_batch(lengths: list[int], seed: int) -> Sequences:
@@ -179,7 +184,7 @@ def test_every_kind_of_model_computes_what_transformers_does(
             raise AssertionError(f"{kind}: {error}") from error
 
 
-@pytest.mark.parametrize(("layout", "world_size"), EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS.keys())
+@pytest.mark.parametrize(("layout", "world_size"), EXPERT_CASES)
 def test_every_layout_of_experts_computes_what_transformers_does(
     world: DistWorld, make_model: MakeModel, layout: ParallelismConfig, world_size: int
 ) -> None:
@@ -197,7 +202,7 @@ def test_every_layout_computes_what_transformers_does(
     assert_same(policy_of_transformers(folder, MICRO_BATCHES), results)
 
 
-@pytest.mark.parametrize("layout", [ONE, *LAYOUTS.values()], ids=["one process", *LAYOUTS.keys()])
+@pytest.mark.parametrize("layout", OF_BOTH_ENDS)
 def test_a_tied_output_layer_adds_its_gradient_to_the_embedding(
     world: DistWorld, make_model: MakeModel, layout: ParallelismConfig
 ) -> None:
@@ -235,7 +240,7 @@ def critic_folder(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-@pytest.mark.parametrize("layout", [ONE, *LAYOUTS.values()], ids=["one process", *LAYOUTS.keys()])
+@pytest.mark.parametrize("layout", OF_BOTH_ENDS)
 def test_the_value_head_computes_what_a_linear_layer_on_transformers_does(
     world: DistWorld, critic_folder: Path, layout: ParallelismConfig
 ) -> None:

@@ -21,7 +21,7 @@ from megappo.models.save import save_hf_model
 from megappo.weights.buckets import BucketMeta, open_bucket
 from tests.dist_world import DistWorld, RankError
 from tests.models.conftest import MakeModel
-from tests.models.expert_layouts import EXPERT_LAYOUTS
+from tests.models.expert_layouts import EXPERT_CASES
 from tests.models.model_jobs import loaded_model
 
 LAYOUTS = {
@@ -101,7 +101,7 @@ def test_export_is_the_loaded_folder_bit_by_bit(
         assert_exported(folder, of_ranks)
 
 
-@pytest.mark.parametrize(("layout", "world_size"), EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS.keys())
+@pytest.mark.parametrize(("layout", "world_size"), EXPERT_CASES)
 def test_experts_of_all_ranks_are_exported_bit_by_bit(
     world: DistWorld, make_model: MakeModel, layout: ParallelismConfig, world_size: int
 ) -> None:

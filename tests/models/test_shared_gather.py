@@ -70,7 +70,7 @@ def test_a_guest_that_leaves_ends_the_wait_of_its_owner(ends: Ends) -> None:
         ends.owner.invite([RANK], unused)
 
 
-@pytest.mark.parametrize("ends", [5.0], indirect=True)
+@pytest.mark.parametrize("ends", [2.0], indirect=True)
 def test_a_guest_that_never_writes_is_waited_for_a_bounded_time(ends: Ends) -> None:
     with pytest.raises(WorkerError, match="waiting for the other rank: timed out"):
         ends.owner.wait([RANK])

@@ -24,6 +24,14 @@ def scaled(sample: Sample, scale: float, offset: float = 0.0) -> float:
     return scale * len(sample.response) + offset
 
 
+def takes_anything(sample: Sample, scale: float, **more: Any) -> float:
+    return scale * len(more)
+
+
+def takes_no_sample() -> float:
+    return 1.0
+
+
 async def length_later(sample: Sample) -> Reward:
     await asyncio.sleep(0.001)
     return Reward(score=float(len(sample.response)), parts={"later": 1.0})

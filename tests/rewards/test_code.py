@@ -79,7 +79,7 @@ def test_each_assertion_is_judged(reward):
 
 
 def test_time_is_told_apart():
-    quick = CodeReward(time_s=3.0, total_s=4.0)
+    quick = CodeReward(time_s=2.0, total_s=2.5)
     assert score(quick, "while True: pass") == (0.0, {"timeout": 1.0})
     once = "def add(a, b):\n    if a == 'a':\n        while True: pass\n    return 3"
     assert score(quick, once, ASSERTS) == (0.0, {"passed": 0.5, "timeout": 0.5})

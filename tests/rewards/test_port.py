@@ -44,10 +44,12 @@ def test_functions_and_classes_score_one_sample_or_a_batch_plain_or_async(
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (outside("scaled"), r"missing a required argument: 'scale' \(its parameters are scale, offset; the first"),
-        (outside("scaled", scale=1.0, size=2), r"unexpected keyword argument 'size'"),
-        (outside("length", scale=1.0), r"its parameters are none; the first argument is the sample"),
-        (outside("Batch", scales=1.0), r"unexpected keyword argument 'scales' \(its parameters are scale\)"),
+        (outside("scaled"), r"params\.scale must be given"),
+        (outside("scaled", scale=1.0, size=2), r"params\.size is unknown \(use scale, offset, require_stop\)"),
+        (outside("length", scale=1.0), r"params\.scale is unknown \(use require_stop\)"),
+        (outside("Batch", scales=1.0), r"params\.scales is unknown \(use scale, require_stop\)"),
+        (outside("takes_anything", size=1), r"params\.scale must be given"),
+        (outside("takes_no_sample"), r"cannot be called with the sample and params=\{\}: too many positional"),
         (outside("Nothing"), r"no method score\(samples\) and cannot be called"),
         (RewardConfig(name="tests.rewards.port_rewards:__doc__"), "a str is no function and no class"),
         (RewardConfig(params={"require_stop": "yes"}), "require_stop='yes' must be true or false"),
@@ -184,15 +186,47 @@ def test_every_fault_of_every_section_is_told_at_once() -> None:
                 "b": RewardTerm(name="no.such.module:reward"),
                 "c": RewardTerm(name=f"{HERE}:NotReady"),
                 "d": RewardTerm(name="exact_match"),
+                "e": RewardTerm(name="length", params={"both_sides": True}),
             }
         ),
         "data.train.reward": RewardTerms(name=f"{HERE}:scaled"),
     }
-    found = {violation.key: violation.rule for violation in reward_violations(sections)}
-    assert found.keys() == {"reward.terms.a", "reward.terms.b", "reward.terms.c", "data.train.reward.name"}
+    violations = reward_violations(sections, timeout_s=60.0)
+    found = {violation.key: violation.rule for violation in violations}
+    assert list(found) == [
+        "reward.terms.a",
+        "reward.terms.b",
+        "reward.terms.c",
+        "reward.terms.e.params.target_tokens",
+        "reward.terms.e.params.scale_tokens",
+        "data.train.reward.params.scale",
+    ]
     assert "params.stripp is unknown" in found["reward.terms.a"]
     assert "cannot be imported" in found["reward.terms.b"]
     assert "it raised RuntimeError: no licence" in found["reward.terms.c"]
+    assert str(violations[3]) == (
+        "reward.terms.e.params.target_tokens=null must be given for the reward length "
+        "(add reward.terms.e.params.target_tokens=...)"
+    )
+
+
+def test_a_call_may_take_longer_than_what_the_reward_allows_itself() -> None:
+    # 3 tries of 20 s with waits of 0.5 s and 1 s.
+    judge = RewardTerm(name="http", params={"url": "http://judge:80", "retries": 2})
+    terms = {"program": RewardTerm(name="code", params={"total_s": 60}), "judge": judge}
+    sections = {"reward": RewardTerms(terms=terms), "data.train.reward": RewardTerms(name="code")}
+    assert reward_violations(sections, timeout_s=61.51) == []
+    assert [str(violation) for violation in reward_violations(sections, timeout_s=60.0)] == [
+        "reward.terms.program.params.total_s=60 lets a call take 60 s, and reward.timeout_s=60 must be longer "
+        "(lower it, or raise reward.timeout_s above 60)",
+        "reward.terms.judge.params.timeout_s=20 lets a call take 61.5 s with retries=2, backoff_s=0.5, and "
+        "reward.timeout_s=60 must be longer (lower it, or raise reward.timeout_s above 61.5)",
+    ]
+    assert [violation.key for violation in reward_violations(sections, timeout_s=30.0)] == [
+        "reward.terms.program.params.total_s",
+        "reward.terms.judge.params.timeout_s",
+        "data.train.reward.params.total_s",
+    ]
 
 
 def test_rewards_of_several_sections_are_made_by_their_names() -> None:

@@ -40,7 +40,7 @@ ENDLESS = {
 def test_programs_that_do_not_end_are_killed_and_the_next_one_runs():
     mark = uuid.uuid4().hex
     # The bombs become processes that can be told from outside.
-    ended = run(*ENDLESS.values(), _exec("import time; time.sleep(10000)", mark), time_s=1.0)
+    ended = run(*ENDLESS.values(), _exec("import time; time.sleep(10000)", mark), time_s=0.5)
     assert [one.end for one in ended] == [End.time] * (len(ENDLESS) + 1)
     assert processes_with(mark) == []
     (after,) = run("print(1)")

@@ -111,7 +111,8 @@ def trainer() -> Iterator[Trainer]:
 
 
 @pytest.fixture(scope="session")
-def _subjects() -> Iterator[dict[str, Subject]]:
+def started_subjects() -> Iterator[dict[str, Subject]]:
+    """Engines that run, by kind. Who ends one takes it out."""
     started: dict[str, Subject] = {}
     yield started
     for subject in started.values():
@@ -125,11 +126,11 @@ def subject(
     trainer: Trainer,
     run: Run[Any],
     tmp_path_factory: pytest.TempPathFactory,
-    _subjects: dict[str, Subject],
+    started_subjects: dict[str, Subject],
 ) -> Subject:
     """Each registered engine, started at its first test and holding the weights of the first folder."""
     kind = request.param
-    if kind not in _subjects:
+    if kind not in started_subjects:
         spec = engine_spec(folders[0], tmp_path_factory.mktemp("logs") / f"{kind}.log")
         spec.config.validation.stop = ["never there"]  # SGLang has a tokenizer only for stop strings
         engine = ENGINES.get(kind)(spec)
@@ -139,5 +140,19 @@ def subject(
         )
         for source in range(2):
             subject.join(f"{kind}-source-{source}")
-        _subjects[kind] = subject
-    return _subjects[kind]
+        started_subjects[kind] = subject
+    return started_subjects[kind]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ends_its_engine: runs after the other tests of engines; a start takes seconds")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests that end the engine they share with others behind the last of those."""
+    last = [item for item in items if item.get_closest_marker("ends_its_engine")]
+    for item in last:
+        items.remove(item)
+    sharing = [number for number, item in enumerate(items) if "subject" in getattr(item, "fixturenames", ())]
+    position = sharing[-1] + 1 if sharing else len(items)
+    items[position:position] = last

@@ -1,4 +1,4 @@
-"""What only a real SGLang server can show: its death, a bad option, its end. Starts servers of its own."""
+"""What only a real SGLang server can show: its death, a bad option, its end."""
 
 import asyncio
 import time
@@ -13,6 +13,7 @@ from megappo.config.rollout import SamplingConfig
 from megappo.errors import EngineError
 from megappo.rollout.engine import GenerateRequest
 from megappo.rollout.sglang_engine import SGLangEngine
+from megappo.rollout.sglang_server import SGLangServer
 from tests.rollout.conftest import engine_spec, greedy_tokens, make_model
 from tests.rollout.subject import Run, Subject
 from tests.rollout.trainer_process import Trainer
@@ -22,12 +23,15 @@ def own_processes() -> set[psutil.Process]:
     return {process for process in psutil.Process().children(recursive=True) if process.status() != "zombie"}
 
 
+@pytest.mark.ends_its_engine
+@pytest.mark.parametrize("subject", ["sglang"], indirect=True)
 def test_a_killed_scheduler_is_an_error_within_seconds_and_stop_leaves_nothing(
-    folders: tuple[Path, Path], tmp_path: Path, run: Run[Any]
+    subject: Subject, started_subjects: dict[str, Subject], run: Run[Any]
 ) -> None:
-    before = own_processes()
-    engine = SGLangEngine(engine_spec(folders[0], tmp_path / "server.log"))
-    run(engine.start())
+    del started_subjects["sglang"]
+    engine = subject.engine
+    assert isinstance(engine, SGLangEngine) and isinstance(engine._server, SGLangServer)
+    members = [psutil.Process(pid) for pid in engine._server.members()]
     requests = [GenerateRequest(group_id=0, prompt_tokens=[5] * 8, num_samples=64)]
 
     async def generate() -> None:
@@ -37,8 +41,7 @@ def test_a_killed_scheduler_is_an_error_within_seconds_and_stop_leaves_nothing(
     async def kill_while_generating() -> float:
         generating = asyncio.create_task(generate())
         await asyncio.sleep(0.3)
-        scheduler = next(process for process in own_processes() - before if process.name().startswith("sglang::sche"))
-        scheduler.kill()
+        next(process for process in members if process.name().startswith("sglang::sche")).kill()
         killed = time.monotonic()
         with pytest.raises(EngineError, match=r"(?s)engine sglang 0: generate: .*exit code.*last lines of .*crashed"):
             await generating
@@ -50,7 +53,7 @@ def test_a_killed_scheduler_is_an_error_within_seconds_and_stop_leaves_nothing(
     with pytest.raises(EngineError, match="health: the server is gone"):
         run(engine.health())
     run(engine.stop())
-    assert own_processes() <= before
+    assert not own_processes() & set(members)
 
 
 @pytest.mark.slow

@@ -21,6 +21,25 @@ def save_policy(folder: Path, *, tied: bool = False, layers: int = 4, seed: int 
     return _save(Qwen2ForCausalLM(_config(tied=tied, layers=layers, vocab=vocab)), folder, seed=seed)
 
 
+def save_expert_policy(folder: Path) -> Path:
+    """Write a policy that is a mixture of four experts, two per token."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,  # type: ignore[call-arg]  # taken by its base class
+        max_position_embeddings=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+    )
+    return _save(Qwen3MoeForCausalLM(config), folder)
+
+
 def _save(model: PreTrainedModel, folder: Path, *, seed: int = 0) -> Path:
     """Write a model whose weights all count: norms differ from 1, biases from 0. Log-probs lie around -4.2 +- 0.8."""
     torch.manual_seed(seed)
@@ -64,19 +83,4 @@ def critic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expert_policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of four experts, two per token."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,  # type: ignore[call-arg]  # taken by its base class
-        max_position_embeddings=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=20,
-        norm_topk_prob=True,
-    )
-    return _save(Qwen3MoeForCausalLM(config), tmp_path_factory.mktemp("expert_policy"))
+    return save_expert_policy(tmp_path_factory.mktemp("expert_policy"))

@@ -10,7 +10,15 @@ from megappo.config.model import Dtype
 from megappo.config.optim import OptimConfig, OptimizerName, ScheduleKind
 from megappo.config.parallelism import ParallelismConfig
 from tests.dist_world import DistWorld
-from tests.train.checkpoint_jobs import fail_to_save, load_errors, resume, save_trained, train_while_saving
+from tests.train.checkpoint_jobs import (
+    fail_to_save,
+    load_errors,
+    load_histories,
+    resume,
+    save_histories,
+    save_trained,
+    train_while_saving,
+)
 from tests.train.conftest import save_policy
 
 ONE = ParallelismConfig()
@@ -104,6 +112,17 @@ def test_a_checkpoint_of_something_else_is_refused_by_name(
     smaller = save_policy(tmp_path / "smaller", layers=2)
     (size,) = messages("actor", smaller, (OPTIM, FP32))
     assert "it has {'num_layers': 4}, the run has {'num_layers': 2}" in size
+
+
+def test_histories_of_scales_are_those_of_the_ranks_of_one_layout(
+    world: DistWorld, policy_folder: Path, tmp_path: Path
+) -> None:
+    folder, checkpoint = str(policy_folder), str(tmp_path)
+    world.run(save_histories, parallelism=TWO, folder=folder, layout=TWO, checkpoint=checkpoint)
+    same = world.run(load_histories, parallelism=TWO, folder=folder, layout=TWO, checkpoint=checkpoint)
+    assert same == [[7, 0], [7, 1]]
+    other = world.run(load_histories, parallelism=ONE, folder=folder, layout=ONE, checkpoint=checkpoint)
+    assert other == [[]], "it begins anew"
 
 
 def _cut_short(file: Path) -> None:

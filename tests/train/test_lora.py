@@ -75,7 +75,7 @@ LAYOUTS = [
     row("one process", deal=WHOLE),
     row("one process, some matrices", lora=SOME),
     row("tensor", tensor=2),
-    row("tensor and sequence", tensor=2, sequence=True),
+    row("tensor and sequence", tensor=2, sequence=True, slow=True),  # as a critic's, below
     row("tensor and sequence, some matrices", tensor=2, sequence=True, lora=SOME, slow=True),
     row("data", deal=UNEVEN),
     row("pipeline", pipeline=2),

@@ -14,23 +14,32 @@ from tests.train.training_jobs import train_with_offload
 
 ALL = OffloadConfig(params=True, grads=True, optimizer=True)
 SETTINGS = [OffloadConfig(), ALL, OffloadConfig(params=True), OffloadConfig(grads=True), OffloadConfig(optimizer=True)]
+TWO_SETTINGS = SETTINGS[:2]
+MOMENTUM = OptimConfig(lr=1e-2, name=OptimizerName.sgd, momentum=0.9)
 OVERLAPPED = OptimConfig(lr=1e-2, distributed=True, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
 @pytest.mark.parametrize(
-    ("layout", "data", "optim", "dtype"),
+    ("layout", "data", "optim", "dtype", "settings"),
     [
-        (ParallelismConfig(), 1, OptimConfig(lr=1e-2), Dtype.float32),
-        (ParallelismConfig(), 1, OptimConfig(lr=1e-2), Dtype.bfloat16),
-        (ParallelismConfig(), 1, OptimConfig(lr=1e-2, name=OptimizerName.sgd, momentum=0.9), Dtype.float32),
-        (ParallelismConfig(pipeline=2), 1, OptimConfig(lr=1e-2), Dtype.float32),
-        (ParallelismConfig(), 2, OptimConfig(lr=1e-2, distributed=True), Dtype.float32),
-        (ParallelismConfig(), 2, OVERLAPPED, Dtype.bfloat16),
+        (ParallelismConfig(), 1, OptimConfig(lr=1e-2), Dtype.float32, SETTINGS),
+        (ParallelismConfig(), 1, OptimConfig(lr=1e-2), Dtype.bfloat16, TWO_SETTINGS),
+        (ParallelismConfig(), 1, MOMENTUM, Dtype.float32, TWO_SETTINGS),
+        (ParallelismConfig(pipeline=2), 1, OptimConfig(lr=1e-2), Dtype.float32, TWO_SETTINGS),
+        (ParallelismConfig(), 2, OptimConfig(lr=1e-2, distributed=True), Dtype.float32, TWO_SETTINGS),
+        (ParallelismConfig(), 2, OVERLAPPED, Dtype.bfloat16, TWO_SETTINGS),
+        pytest.param(ParallelismConfig(), 2, OVERLAPPED, Dtype.bfloat16, SETTINGS, marks=pytest.mark.slow),
     ],
-    ids=["fp32", "bf16", "sgd", "pipeline", "distributed fp32", "distributed bf16, overlapped"],
+    ids=["fp32", "bf16", "sgd", "pipeline", "distributed fp32", "overlapped bf16", "overlapped bf16, every setting"],
 )
 def test_offload_changes_no_number(
-    world: DistWorld, policy_folder: Path, layout: ParallelismConfig, data: int, optim: OptimConfig, dtype: Dtype
+    world: DistWorld,
+    policy_folder: Path,
+    layout: ParallelismConfig,
+    data: int,
+    optim: OptimConfig,
+    dtype: Dtype,
+    settings: list[OffloadConfig],
 ) -> None:
     ranks = world.run(
         train_with_offload,
@@ -40,11 +49,11 @@ def test_offload_changes_no_number(
         layout=layout,
         optim=optim,
         dtype=dtype,
-        settings=SETTINGS,
+        settings=settings,
     )
     for kept, *moved in ranks:
         assert not any(any(found.values()) for found in kept["out"])
-        for setting, result in zip(SETTINGS[1:], moved, strict=True):
+        for setting, result in zip(settings[1:], moved, strict=True):
             assert result["found"] == kept["found"], setting
             assert all(torch.equal(*pair) for pair in zip(result["state"], kept["state"], strict=True)), setting
 

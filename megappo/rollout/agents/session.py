@@ -22,6 +22,8 @@ from megappo.rollout.engine import FinishReason, ProgramNotes, SampledResponse, 
 Draw = Callable[[SampledResponse], Awaitable[SampledResponse]]
 """Goes on with a response whose last turn has begun; it comes back aborted where the sample is interrupted."""
 
+_TURNS = "turns"
+"""The count that every sample has."""
 _NOTHING = SampledResponse(tokens=[], log_probs=[], finish_reason=FinishReason.abort, versions=[], turns=[])
 
 
@@ -129,7 +131,7 @@ class Session:
             log_probs=response.log_probs[:length],
             finish_reason=FinishReason.length if reason is FinishReason.abort else reason,
             turns=turns,
-            notes=ProgramNotes(extra=result.extra, counts=counts | {"turns": float(len(turns))}),
+            notes=ProgramNotes(extra=result.extra, counts=counts | {_TURNS: float(len(turns))}),
             seconds=self._seconds(),
         )
 
@@ -146,6 +148,8 @@ def _counts(result: Any) -> dict[str, float]:
     """Return the counts of a result as plain numbers. Any: code of a user returns it."""
     if not isinstance(result, AgentResult):
         raise ProgramError(f"returned {type(result).__name__} (return an AgentResult)")
+    if _TURNS in result.counts:
+        raise ProgramError(f"returned the count {_TURNS}, which is that of the turns of every program (rename it)")
     for name, value in result.counts.items():
         if not isinstance(value, SupportsFloat) or not math.isfinite(float(value)):
             raise ProgramError(f"returned the count {name}={value!r} (counts are finite numbers)")

@@ -282,6 +282,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         ("text", r"called generate with something else than token ids: 'str' object"),
         ("no_result", r"returned NoneType \(return an AgentResult\)"),
         ("no_count", r"returned the count x=nan \(counts are finite numbers\)"),
+        ("taken", r"returned the count turns, which is that of the turns of every program \(rename it\)"),
         ("no_values", r"returned extra that cannot be sent to the reward: .*lock.* \(use plain values\)"),
         ("raises", r"ValueError: no idea \(its log has the traceback\)"),
     ],
@@ -301,6 +302,8 @@ def test_a_faulty_program_is_named_with_its_data_row(fault: str, message: str, a
             return AgentResult(extra={"lock": threading.Lock()})
         if fault == "no_count":
             return AgentResult(counts={"x": float("nan")})
+        if fault == "taken":
+            return AgentResult(counts={"turns": 1.0})
         if fault == "shorter":
             await call(task.prompt.tokens)
             await call(task.prompt.tokens)
