@@ -177,7 +177,8 @@ class RewardPool:
         for worker in self._workers:
             if groups := sorted(worker.under_way.copy(), key=lambda group: group.since):
                 named = shown([str(group.group.sequences[0].group_id) for group in groups])
-                lines.append(f"{worker.name} has groups {named} for up to {time.monotonic() - groups[0].since:.1f} s")
+                oldest_s = time.monotonic() - groups[0].since
+                lines.append(f"{worker.name} (has groups {named} for up to {oldest_s:.1f} s)")
         return lines
 
     def texts_of(self, groups: Sequence[FinishedGroup]) -> list[list[Sample]]:

@@ -215,16 +215,19 @@ class Scorer:
             late = asyncio.get_running_loop().call_later(
                 self._settings.timeout_s + _GRACE_S, self._out_of_time, self._process, number
             )
-            told = phase(
-                "score",
-                reward=samples[0].reward or "(the only one)",
-                term=unit.term or "(the only one)",
-                samples=len(samples),
-                first_response=f"{samples[0].response!r:.60}",
-                process=self._process.popen.pid,
-            )
+            told = self._phase_of(unit, samples)
             told.__enter__()
             self._in_flight[number] = _Sent(unit, late, told)
+
+    def _phase_of(self, unit: _Unit, samples: Sequence[Sample]) -> phase:
+        """Name what is scored, for who looks at a reward that hangs."""
+        assert self._process is not None
+        section = samples[0].reward
+        named = {"of": section} if section else {}
+        function = terms_of(self._settings.sections[section])[unit.term].name
+        more = {"samples": len(samples)} if len(samples) > 1 else {}
+        response = f"{samples[0].response!r:.60}"
+        return phase("score", reward=function, **named, **more, response=response, process=self._process.popen.pid)
 
     def _next_unit(self) -> _Unit | None:
         if len(self._in_flight) >= self._settings.concurrency or any(

@@ -178,9 +178,9 @@ def test_a_reward_that_sleeps_is_named_with_its_sample_and_its_process(
         with pytest.raises(MegappoError, match=r"no answer within reward\.timeout_s=8, response 'sleep 600'"):
             scoring.collect()
         line = told.until("score is without news for ")
-        assert "waits for reward worker 0 has groups 7 for up to " in line
+        assert "waits for reward worker 0 (has groups 7 for up to " in line
         assert "probably to blame: reward worker 0 (pid " in line
-        assert "first_response 'sleep 600'" in line
+        assert "score, reward tests.rewards.port_rewards:by_word, response 'sleep 600', process " in line
         report = (tmp_path / "hang_1.txt").read_text()
         assert "by_word" in report.split("\n== child ")[1]
     finally:

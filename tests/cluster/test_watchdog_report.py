@@ -93,7 +93,7 @@ CASES = {
     ),
     "who has not answered, with what it does": (
         [actor(1, doing="update"), actor(11), seen("reward worker 0", "reward", 0, doing="score, response 'x'")],
-        ("reward worker 0 has groups 4 for up to 3.0 s",),
+        ("reward worker 0 (has groups 4 for up to 3.0 s)",),
         "reward worker 0 (pid 100), which is in score, response 'x' for 12.0 s",
     ),
     "what an engine does several times is said once": (
