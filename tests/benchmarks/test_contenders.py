@@ -19,7 +19,7 @@ print("a library says something")
 turns.tell({"parameters": 7})
 for step in range(2):
     turns.wait()
-    until = time.process_time() + 0.05
+    until = time.process_time() + 0.3
     while time.process_time() < until:
         pass
     if step == 1 and sys.argv[1] == "breaks":
@@ -39,8 +39,8 @@ def test_a_contender_takes_turns_and_its_cpu_seconds_are_counted(tmp_path: Path)
         first, second = process.take_turn(), process.take_turn()
         pid = process._process.pid
     assert [turn.report["tokens"] for turn in (first, second)] == [10, 11]
-    # The clock of a process ticks every 10 ms.
-    assert all(turn.cpu_s.keys() == {DRIVER} and turn.own_cpu_s >= 0.04 for turn in (first, second))
+    # The system counts by ticks of 10 ms, and on a busy machine it misses some.
+    assert all(turn.cpu_s.keys() == {DRIVER} and turn.own_cpu_s >= 0.1 for turn in (first, second))
     assert process.peak_bytes[DRIVER] > 2**20
     assert not psutil.pid_exists(pid)
     assert "a library says something" in (tmp_path / "contender.log").read_text()

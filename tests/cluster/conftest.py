@@ -206,6 +206,7 @@ def _pair(ray_here: None, tokenizer_folder: Path, tmp_path_factory: pytest.TempP
 @pytest.fixture
 def pair(_pair: Engines) -> Engines:
     """Two engines that tests share: both are there, nothing was told and nothing counted when a test begins."""
+    _pair.pool.restore_with(_pair.restore)
     _pair.wait_for_all(2)
     list(_pair.pool.generate(_pair.draws([1] * 8), SAMPLING, seed=0))
     _pair.pool.take_metrics()
