@@ -79,7 +79,7 @@ class Engines:
 
     def wait_for_all(self, count: int) -> None:
         """Wait until so many engines are in service."""
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 180.0
         while len(self.pool.in_service()) < count:
             assert time.monotonic() < deadline, self.lines
             time.sleep(0.1)

@@ -43,7 +43,7 @@ class Peers:
         (self.folder / f"fault-{engine}").write_text(what)
 
     def wait_for_both(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(self.pool.in_service()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
