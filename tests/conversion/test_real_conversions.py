@@ -19,6 +19,7 @@ from megappo.models.architecture import read_architecture
 from megappo.rollout.engine import GenerateRequest
 from megappo.rollout.sglang_engine import SGLangEngine
 from tests.conversion.conftest import assert_same, tensors_of
+from tests.dist_world import free_port
 from tests.models.conftest import MakeModel
 from tests.models.test_real_weights import TEXTS, smollm2
 from tests.rollout.conftest import engine_spec, greedy_tokens
@@ -88,12 +89,23 @@ def test_the_memory_of_a_conversion_is_a_few_tensors(
         assert found["extra"] < 4 * largest < weights * 0.6, form
 
 
-def test_own_processes_and_those_of_torchrun_write_the_same(make_model: MakeModel, tmp_path: Path) -> None:
+def two_nodes(*command: object) -> None:
+    """Run a command under torchrun as on two machines, each with one process and an agent of its own."""
+    place = ("--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", free_port())
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *place, "--node-rank")
+    agents = [
+        subprocess.Popen([*map(str, (*torchrun, rank, *command))], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    ended = [(agent.communicate()[1], agent.returncode) for agent in agents]
+    assert [code for _, code in ended] == [0, 0], ended
+
+
+def test_own_processes_and_those_of_two_machines_write_the_same(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model("qwen3_moe")
     options = ("--hf", source, "--tp", 2, "--ep", 2)
     tool("convert_hf_to_megatron.py", *options, "--out", tmp_path / "own", "--processes", 2)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    run(*torchrun, TOOLS / "convert_hf_to_megatron.py", *options, "--out", tmp_path / "torchrun")
+    two_nodes(TOOLS / "convert_hf_to_megatron.py", *options, "--out", tmp_path / "torchrun")
     for name in ("own", "torchrun"):
         size = ("--max-shard-size", "20KB", "--processes", 2)
         tool("convert_megatron_to_hf.py", "--checkpoint", tmp_path / name, "--out", tmp_path / f"{name}_back", *size)
