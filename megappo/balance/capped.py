@@ -16,6 +16,8 @@ the squared tokens above the cap. The weight rises from turn to turn, so early e
 the fit. If that ends above the cap, the search starts again from the packing with a weight that lets nothing over it.
 """
 
+from itertools import chain, pairwise
+
 import numpy as np
 
 from megappo.balance.partition import longest_first
@@ -42,25 +44,25 @@ def level_under_cap(tokens: np.ndarray, costs: np.ndarray, packed: list[list[int
     """
     if len(packed) < 2 or not costs.any():
         return packed
-    parts = _search(tokens, costs, longest_first(costs, len(packed), equal_counts=False), max_tokens, WEIGHTS)
-    if max(tokens[part].sum() for part in parts) > max_tokens:
-        parts = _search(tokens, costs, packed, max_tokens, HARD)
-    return parts
+    owners = _search(tokens, costs, longest_first(costs, len(packed), equal_counts=False), max_tokens, WEIGHTS)
+    if np.bincount(owners, weights=tokens).max() > max_tokens:
+        owners = _search(tokens, costs, packed, max_tokens, HARD)
+    ends = np.cumsum(np.bincount(owners, minlength=len(packed))).tolist()
+    by_part = np.argsort(owners, kind="stable").tolist()
+    return [by_part[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _search(
     tokens: np.ndarray, costs: np.ndarray, parts: list[list[int]], max_tokens: int, weights: np.ndarray
-) -> list[list[int]]:
-    """Search from the given parts."""
+) -> np.ndarray:
+    """Search from the given parts; returns the part of each position, [B] int64."""
     # Imported here: a second of compilation that a process without a plan to make need not pay.
     from megappo.balance.exchange import Limits, search
 
     owners = np.empty(len(tokens), dtype=np.int64)
-    for index, part in enumerate(parts):
-        owners[part] = index
+    owners[list(chain.from_iterable(parts))] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     relative = costs / (costs.sum() / len(parts))
     order = np.argsort(-costs, kind="stable")
     limits = Limits(cap=float(max_tokens), tolerance=TOLERANCE, enough=TURNS, reach=REACH)
     search(owners, tokens.astype(np.float64), relative, order, len(parts), weights / max_tokens**2, limits)
-    bounds = np.cumsum(np.bincount(owners, minlength=len(parts)))[:-1]
-    return [part.tolist() for part in np.split(np.argsort(owners, kind="stable"), bounds)]
+    return owners

@@ -59,7 +59,8 @@ def plan_micro_batches(
     for long, part, filled in zip(alone, shared, packed):
         filled.extend([] for _ in range(count - len(long) - len(filled)))
         level = level_under_cap(tokens[part], cost.costs(tokens[part]), filled, max_tokens)
-        plan.append([[position] for position in long.tolist()] + [part[chosen].tolist() for chosen in level])
+        found = part.tolist()
+        plan.append([[position] for position in long.tolist()] + [[found[at] for at in chosen] for chosen in level])
     return plan
 
 

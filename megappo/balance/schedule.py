@@ -104,7 +104,7 @@ def _cut(groups: list[list[int]], num_mini_batches: int) -> list[list[list[int]]
 def _balanced(units: list[list[int]], costs: np.ndarray, totals: np.ndarray) -> list[list[list[int]]]:
     """Partition units by cost; the heaviest part goes to the shard with the least cost so far (`totals`, [S]), so
     that the shards are balanced over the step too, not only within each mini-batch."""
-    unit_costs = np.array([costs[unit].sum() for unit in units])
+    unit_costs = _costs_of(units, costs)
     parts = partition(unit_costs, len(totals), equal_counts=False)
     heaviest_first = sorted(range(len(parts)), key=lambda part: -float(unit_costs[parts[part]].sum()))
     lightest_first = sorted(range(len(parts)), key=lambda shard: float(totals[shard]))
@@ -112,3 +112,10 @@ def _balanced(units: list[list[int]], costs: np.ndarray, totals: np.ndarray) -> 
     for part, shard in zip(heaviest_first, lightest_first):
         assigned[shard] = [units[unit] for unit in parts[part]]
     return assigned
+
+
+def _costs_of(units: list[list[int]], costs: np.ndarray) -> np.ndarray:
+    """Return the cost of each unit, [U] float64; at once where each is a single sequence, as most steps have it."""
+    if all(len(unit) == 1 for unit in units):
+        return costs[[unit[0] for unit in units]]
+    return np.array([costs[unit].sum() for unit in units])

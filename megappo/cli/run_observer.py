@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +108,7 @@ class RunObserver(RunRecord):
         with must_be_written(path), path.open("w") as file:
             for info, reward in shown:
                 sample = rollouts.samples[info.sequence_id]
-                line = asdict(info) | {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+                line = info._asdict() | {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
                 line |= {"score": reward.score, "parts": reward.parts, "reward_failure": reward.failure}
                 file.write(json.dumps(line) + "\n")
 

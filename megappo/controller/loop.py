@@ -25,6 +25,7 @@ from megappo.config.trainer import ControllerKind
 from megappo.controller.ahead import SamplingAhead
 from megappo.controller.checkpoints import CheckpointWriter, Restored, load_checkpoint
 from megappo.controller.evaluate import evaluate
+from megappo.controller.garbage import rare_collection
 from megappo.controller.observer import LoopObserver
 from megappo.controller.order import engines_take_turns
 from megappo.controller.rollout_files import FinishedStep
@@ -156,7 +157,8 @@ class PPOController:
             CheckpointError: the last save or export failed, or the last of both; all steps are done.
         """
         try:
-            complete = self._run()
+            with rare_collection():
+                complete = self._run()
         except MegappoError:
             self._save_what_can_be()
             raise

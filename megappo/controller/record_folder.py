@@ -17,7 +17,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,7 +111,7 @@ def write_record(aside: Path, final: Path, record: StepRecord, *, extra: Mapping
     arrays = {f"experience.{name}": value for name, value in arrays_of(record.experience).items()}
     arrays |= {"token_rewards": record.token_rewards.values, "current": record.current}
     np.savez(aside / _FIELDS, allow_pickle=False, **arrays)
-    sequences = [asdict(info) | asdict(reward) for info, reward in zip(record.sequences, record.rewards, strict=True)]
+    sequences = [info._asdict() | asdict(reward) for info, reward in zip(record.sequences, record.rewards, strict=True)]
     texts = {
         _SEQUENCES: _dump(sequences),
         _REQUESTS: _dump({role: [asdict(part) for part in parts] for role, parts in record.requests.items()}),
@@ -159,12 +159,11 @@ def _record_of(folder: Path, about: dict[str, Any]) -> StepRecord:  # Any: JSON
         **{name.removeprefix("experience."): array for name, array in found.items() if name.startswith("experience.")}
     )
     rows = json.loads((folder / _SEQUENCES).read_text(encoding="utf-8"))
-    names = {declared.name for declared in fields(SequenceInfo)}
     return StepRecord(
         step=about["step"],
         reasons=about["reasons"],
         is_whole=about["is_whole"],
-        sequences=[SequenceInfo(**{name: row[name] for name in names}) for row in rows],
+        sequences=[SequenceInfo(**{name: row[name] for name in SequenceInfo._fields}) for row in rows],
         rewards=[Reward(score=float(row["score"]), parts=_floats(row["parts"])) for row in rows],
         greedy_scores={int(group): float(score) for group, score in about["greedy_scores"].items()},
         experience=experience,

@@ -135,7 +135,7 @@ def _read_batch(path: Path, batch_type: type[Packed]) -> Packed:
 
 def _pack_scored(rollouts: ScoredRollouts) -> Json:
     return {
-        "sequences": [asdict(info) for info in rollouts.sequences],
+        "sequences": [info._asdict() for info in rollouts.sequences],
         "rewards": [[float(reward.score), _floats(reward.parts), reward.failure] for reward in rollouts.rewards],
         # Without extra columns of the data row, which only rewards read.
         "samples": {key: asdict(replace(sample, extra={})) for key, sample in rollouts.samples.items()},

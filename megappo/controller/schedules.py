@@ -5,7 +5,8 @@ Positions index the step's sequences (order of sequence ids); plans and requests
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from megappo.batch.requests import MiniBatch, TokenSelection, UpdateRequest, Whi
 from megappo.config.algorithm import Aggregation
 from megappo.config.batching import BatchingConfig
 from megappo.controller.rollouts import ScoredRollouts
+
+_Plans = dict[tuple[int | None, RankLayout], list[list[list[int]]]]
+"""Index of the mini-batch (None: the whole step) and layout -> [data rank][micro-batch] -> sequence ids."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -34,10 +38,12 @@ class StepSchedule:
     """[B] int64, prompt included."""
     batching: BatchingConfig
     workload: Workload
+    _plans: _Plans = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def shard_ids(self) -> list[list[int]]:
         """Return the sequence ids of every shard."""
-        return [self._ids(positions) for positions in self.batch.shards]
+        ids = self.sequence_ids.tolist()
+        return [[ids[position] for position in positions] for positions in self.batch.shards]
 
     def per_shard(self, values: np.ndarray) -> list[np.ndarray]:
         """Cut a per-sequence array [B] into shard order."""
@@ -52,7 +58,7 @@ class StepSchedule:
 
     def plan_pass(self, layout: RankLayout) -> list[list[list[int]]]:
         """Return the micro-batches of a forward pass: [data rank][micro-batch] -> sequence ids."""
-        return self._micro_batches(rank_parts(self.batch.shards, layout.data), layout)
+        return self._micro_batches(None, layout)
 
     def update_requests(
         self,
@@ -73,7 +79,7 @@ class StepSchedule:
             loss_tokens: [B] int64, tokens of each sequence on the loss mask.
         """
         per_rank: list[list[MiniBatch]] = [[] for _ in range(layout.data)]
-        for shards in self.batch.mini_batches:
+        for index, shards in enumerate(self.batch.mini_batches):
             positions = _positions_of(shards)
             if not loss_tokens[positions].any():
                 continue
@@ -81,8 +87,7 @@ class StepSchedule:
                 loss_tokens[positions], self.group_ids[positions], mode=aggregation, constant_length=constant_length
             )
             weight_of = dict(zip(self.sequence_ids[positions].tolist(), weights.tolist()))
-            plan = self._micro_batches(rank_parts(shards, layout.data), layout)
-            for rank, micro_batches in enumerate(plan):
+            for rank, micro_batches in enumerate(self._micro_batches(index, layout)):
                 mine = {sequence_id: weight_of[sequence_id] for ids in micro_batches for sequence_id in ids}
                 per_rank[rank].append(MiniBatch(micro_batches=micro_batches, loss_weights=mine))
         return [
@@ -104,17 +109,21 @@ class StepSchedule:
         costs = self.workload.costs(self.lengths)
         return imbalance([costs[np.asarray(shard, dtype=np.int64)].sum() for shard in self.batch.shards])
 
-    def _micro_batches(self, parts: list[list[int]], layout: RankLayout) -> list[list[list[int]]]:
-        plan = plan_for_layout(parts, self.lengths, layout=layout, batching=self.batching, workload=self.workload)
-        return [[self._ids(positions) for positions in micro_batches] for micro_batches in plan]
-
-    def _ids(self, positions: Sequence[int]) -> list[int]:
-        return [int(self.sequence_ids[position]) for position in positions]
+    def _micro_batches(self, mini_batch: int | None, layout: RankLayout) -> list[list[list[int]]]:
+        """Return the plan of a mini-batch by its index, or of the whole step (None): [data rank][micro-batch] ->
+        sequence ids. Each is made once, for actor and critic of one layout alike."""
+        key = (mini_batch, layout)
+        if key not in self._plans:
+            shards = self.batch.shards if mini_batch is None else self.batch.mini_batches[mini_batch]
+            parts, ids = rank_parts(shards, layout.data), self.sequence_ids.tolist()
+            plan = plan_for_layout(parts, self.lengths, layout=layout, batching=self.batching, workload=self.workload)
+            self._plans[key] = [[[ids[at] for at in positions] for positions in rank] for rank in plan]
+        return self._plans[key]
 
 
 def _positions_of(shards: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the positions of a mini-batch, ascending."""
-    return np.array(sorted(position for shard in shards for position in shard), dtype=np.int64)
+    return np.sort(np.fromiter(chain.from_iterable(shards), dtype=np.int64))
 
 
 def plan_for_layout(

@@ -177,8 +177,13 @@ class Dispatcher:
         """Calls of this round to engines that work batch by batch."""
         ahead = {index: engine.load for index, engine in self._engines.items()}
         left: list[Work] = []
+        free: list[int] = []
+        """Engines that may take a group like the last one: which those are changes only where one is taken."""
+        asked: tuple[int, int] | None = None
         for position, work in enumerate(self._queue):
-            free = [index for index in self._engines if self._may_take(index, work, open_calls)]
+            if asked != (work.num_samples, work.batch):
+                asked = (work.num_samples, work.batch)
+                free = [index for index in self._engines if self._may_take(index, work, open_calls)]
             if not free:
                 left += self._queue[position:]
                 break
@@ -198,15 +203,18 @@ class Dispatcher:
             else:
                 open_calls[chosen] = [work]
                 calls.append((chosen, open_calls[chosen]))
+            if not self._may_take(chosen, work, open_calls):
+                free.remove(chosen)
         self._queue = left
         return calls
 
     def _may_take(self, index: int, work: Work, open_calls: dict[int, list[Work]]) -> bool:
-        if self._engines[index].suspended:
+        engine = self._engines[index]
+        if engine.suspended:
             return False
         if index in open_calls:
             return open_calls[index][0].batch == work.batch
-        return self._engines[index].has_room(work, self._running)
+        return engine.has_room(work, self._running)
 
     def _choose(self, work: Work, estimate: float, ahead: dict[int, float]) -> int:
         typical = self._typical_speed()
@@ -215,7 +223,7 @@ class Dispatcher:
             for index, engine in self._engines.items()
             if not engine.suspended
         }
-        best = min(done, key=lambda index: (done[index], index))
+        _, best = min(zip(done.values(), done))
         home = work.home if work.home in done else self._homes.get(work.prompt)
         return home if home in done and done[home] <= done[best] * _AFFINITY else best
 

@@ -52,7 +52,7 @@ class WrongRollout(FakeRollout):
         group = super()._finish(draw, answers)
         if draw.prompt.row not in self.rows:
             return group
-        infos = [replace(info, policy_version=info.policy_version - self.old) for info in group.sequences]
+        infos = [info._replace(policy_version=info.policy_version - self.old) for info in group.sequences]
         return replace(group, sequences=infos)
 
 

@@ -23,7 +23,7 @@ INFO = SequenceInfo(
 def scored(*rewards: Reward, groups: list[int] | None = None, tokens: list[int] | None = None) -> ScoredRollouts:
     groups, tokens = groups or [0] * len(rewards), tokens or [3] * len(rewards)
     sequences = [
-        replace(INFO, sequence_id=number, group_id=group, response_tokens=count)
+        INFO._replace(sequence_id=number, group_id=group, response_tokens=count)
         for number, (group, count) in enumerate(zip(groups, tokens))
     ]
     return ScoredRollouts(sequences=sequences, rewards=list(rewards), samples={})
@@ -63,8 +63,8 @@ def test_tokens_that_a_program_put_between_turns_are_no_sampled_ones() -> None:
     plain = scored(Reward(score=1.0), Reward(score=0.0))
     assert not any(name.startswith(("rollout/agent", "rollout/sampled")) for name in rollout_metrics(plain))
     made = [
-        replace(INFO, sequence_id=0, response_tokens=9, observation_tokens=4, counts={"turns": 3.0, "tool_calls": 2.0}),
-        replace(INFO, sequence_id=1, response_tokens=2, observation_tokens=2, counts={"turns": 1.0}),
+        INFO._replace(sequence_id=0, response_tokens=9, observation_tokens=4, counts={"turns": 3.0, "tool_calls": 2.0}),
+        INFO._replace(sequence_id=1, response_tokens=2, observation_tokens=2, counts={"turns": 1.0}),
     ]
     rollouts = replace(plain, sequences=made)
     found = values(rollout_metrics(rollouts))

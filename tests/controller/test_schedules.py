@@ -54,3 +54,36 @@ def test_a_mini_batch_without_loss_tokens_makes_no_step_on_any_rank(loss_tokens:
     ]
     tokens = dict(zip(range(10, 14), loss_tokens))
     assert sum(tokens[sequence_id] * weight for sequence_id, weight in weights) == pytest.approx(trained)
+
+
+def test_every_layout_gets_its_own_plan_whatever_was_planned_before() -> None:
+    def schedule() -> StepSchedule:
+        return StepSchedule(
+            batch=BatchSchedule(shards=[[0, 2], [1, 3]], mini_batches=[[[0], [1]], [[2], [3]]]),
+            sequence_ids=np.arange(10, 14),
+            group_ids=np.arange(4),
+            lengths=np.array([6, 5, 4, 3]),
+            batching=BatchingConfig(prompts_per_step=4, mini_batch_prompts=2, micro_batch_tokens=7),
+            workload=TOKENS,
+        )
+
+    counts = np.ones(4, int)
+
+    def micro_batches(planned: StepSchedule, layout: RankLayout) -> list[list[list[list[int]]]]:
+        requests = planned.update_requests(
+            layout,
+            loss_tokens=counts,
+            aggregation=Aggregation.token_mean,
+            constant_length=None,
+            whitening=None,
+        )
+        return [[part.micro_batches for part in request.mini_batches] for request in requests]
+
+    whole, used = RankLayout(data=1), schedule()
+    for layout in (PLAIN, whole, PLAIN):
+        assert used.plan_pass(layout) == schedule().plan_pass(layout)
+        assert micro_batches(used, layout) == micro_batches(schedule(), layout)
+    assert used.plan_pass(PLAIN) == [[[10], [12]], [[11], [13]]]
+    assert used.plan_pass(whole) == [[[10], [11], [12, 13]]]
+    assert micro_batches(used, PLAIN) == [[[[10]], [[12]]], [[[11]], [[13]]]]
+    assert micro_batches(used, whole) == [[[[10], [11]], [[12, 13]]]]

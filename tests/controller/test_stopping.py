@@ -156,6 +156,18 @@ def test_signals_ask_once_and_interrupt_the_second_time(handlers: None) -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+def test_a_signal_that_is_sent_and_passed_on_is_one(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = StopRequest()
+    signals = StopSignals(stop, grace_s=30.0)
+    signals.begin_loop()
+    for _ in range(3):
+        send(signal.SIGUSR1)
+    assert stop.reason == "SIGUSR1"
+    monkeypatch.setattr("megappo.cli.signals._SAME_S", 0.0)
+    with pytest.raises(KeyboardInterrupt, match="SIGUSR1"):
+        send(signal.SIGUSR1)
+
+
 def test_a_run_without_checkpoints_ends_at_once(handlers: None) -> None:
     signals = StopSignals(StopRequest(), grace_s=0.0)
     signals.begin_loop()

@@ -1,6 +1,8 @@
 """What only a real SGLang server can show: its death, a bad option, its end."""
 
 import asyncio
+import gzip
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import aiohttp
 import psutil
 import pytest
 
+from megappo.config.profile import ProfileConfig
 from megappo.config.rollout import SamplingConfig
 from megappo.errors import EngineError
 from megappo.rollout.engine import GenerateRequest
@@ -54,6 +57,31 @@ def test_a_killed_scheduler_is_an_error_within_seconds_and_stop_leaves_nothing(
         run(engine.health())
     run(engine.stop())
     assert not own_processes() & set(members)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", ["sglang"], indirect=True)
+def test_the_server_profiles_what_it_generates(subject: Subject, run: Run[Any], tmp_path: Path) -> None:
+    engine = subject.engine
+    assert isinstance(engine, SGLangEngine)
+
+    async def generate_under_profile() -> None:
+        await engine.begin_profile(tmp_path, "step_000003-generate-engine-0", ProfileConfig(shapes=True))
+        request = GenerateRequest(group_id=0, prompt_tokens=[5, 6, 7], num_samples=1)
+        async for _ in engine.generate([request], SamplingConfig(max_new_tokens=8), seed=0):
+            pass
+        await engine.end_profile()
+
+    run(generate_under_profile())
+    (written,) = tmp_path.iterdir()
+    assert written.name.startswith("step_000003-generate-engine-0") and written.name.endswith(".json.gz")
+    with gzip.open(written, "rt") as file:
+        operations = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "cpu_op"]
+    assert any(
+        "Input Dims" in event["args"]
+        for event in operations
+        if event["name"] == "aten::mm" or "linear" in event["name"]
+    )
 
 
 @pytest.mark.slow
