@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT, describe_environment
-from benchmarks.gate import fallen_figures, missed_goals
+from benchmarks.gate import Json, fallen_figures, missed_goals
 from benchmarks.markdown import describe_environment_lines, describe_report, table
 from benchmarks.registry import PROGRAMS, Program
 from benchmarks.report import BASELINES
@@ -55,7 +55,6 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run what the command line names; returns the exit code."""
     arguments = parse(list(sys.argv[1:] if given is None else given))
     names = list(PROGRAMS) if arguments.name == ALL else [arguments.name]
-    arguments.output.mkdir(parents=True, exist_ok=True)
     environment = describe_environment([], pinning="as each program's own report says")
     outcomes = [run_program(PROGRAMS[name], arguments) for name in names]
     text = write_report(arguments.output, environment, outcomes)
@@ -88,13 +87,36 @@ def parse(given: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(own)
     if arguments.fail_below and arguments.quick:
         parser.error("--fail-below judges nothing of --quick: its inputs are too small")
-    if arguments.tolerance < 0:
+    if not arguments.tolerance >= 0:
         parser.error(f"--tolerance is {arguments.tolerance}, must not be negative")
+    if not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
+        parser.error(f"--timeout is {arguments.timeout}, must be above 0 and at most {threading.TIMEOUT_MAX:g} s")
     if rest and arguments.name == ALL:
         parser.error("arguments behind -- go to one program: name it instead of all")
     arguments.output, arguments.baselines = arguments.output.resolve(), arguments.baselines.resolve()
     arguments.rest = rest
+    try:
+        arguments.known = read_baselines(arguments.baselines)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {arguments.output} cannot be made: {error.strerror}")
     return arguments
+
+
+def read_baselines(folder: Path) -> dict[str, Json]:
+    """Return the reports in a folder by program. Raises ValueError: it is no folder, or one cannot be read."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: --baselines names one with a NAME.json for each program")
+    found: dict[str, Json] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+    return found
 
 
 def run_program(program: Program, arguments: argparse.Namespace) -> Outcome:
@@ -117,8 +139,6 @@ def run_program(program: Program, arguments: argparse.Namespace) -> Outcome:
         print(f"{program.name}: {message}")
         return Outcome(program=program.name, status="failed", seconds=seconds, message=message)
     report = json.loads(path.read_text(encoding="utf-8"))
-    baseline = arguments.baselines / path.name
-    known = json.loads(baseline.read_text(encoding="utf-8")) if baseline.exists() else {}
     verdicts = [met for case in report["cases"].values() for met in (case.get("met") or {}).values()]
     return Outcome(
         program=program.name,
@@ -126,7 +146,7 @@ def run_program(program: Program, arguments: argparse.Namespace) -> Outcome:
         seconds=seconds,
         goals=f"{sum(verdicts)} of {len(verdicts)} met" if verdicts else "none judged",
         missed=missed_goals(report),
-        fallen=fallen_figures(report, known, tolerance=arguments.tolerance),
+        fallen=fallen_figures(report, arguments.known.get(program.name, {}), tolerance=arguments.tolerance),
     )
 
 

@@ -133,8 +133,7 @@ class _Checked:
         try:
             content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            reason = str(error).splitlines()[0]
-            content, rule = None, f"cannot be read: {reason}"
+            content, rule = None, f"cannot be read: {_reason(error)}"
         else:
             rule = f"must hold keys with values, such as nodes: 4, holds {type(content).__name__}"
         if isinstance(content, Mapping):
@@ -226,6 +225,13 @@ class _Checked:
             return False
         self.missing.append(f"{violation.key}={violation.value} needs Transformer Engine, which {NOT_INSTALLED} here")
         return True
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line why a file cannot be read, and where in it."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+    return f"{str(error).splitlines()[0]}{place}"
 
 
 def _read_model(wanted: str) -> tuple[Given | None, list[Violation]]:

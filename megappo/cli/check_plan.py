@@ -13,7 +13,7 @@ from megappo.config.run import RunConfig
 from megappo.models.architecture import read_architecture
 from megappo.planning.batch import StepBatch, step_batch
 from megappo.planning.cluster import ClusterDescription
-from megappo.planning.engine_memory import EngineMemory, engine_memory
+from megappo.planning.engine_memory import EngineMemory, cache_fault, engine_memory
 from megappo.planning.memory import MemoryPlan, plan_memory
 from megappo.planning.parameters import PlannedModel
 from megappo.planning.phases import RunMemory
@@ -39,6 +39,11 @@ class RunPlan:
     hand_over: Figures
     """As `megappo inspect weights` prints it."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def cache_fault(self) -> str | None:
+        """What is wrong with a KV cache that holds no sequence of the longest; None: nothing, or not known."""
+        return None if self.engine is None else cache_fault(self.engine, longest=self.batch.longest_tokens)
 
 
 def plan_run(config: RunConfig, cluster: ClusterDescription, *, with_cache: bool = True) -> RunPlan:

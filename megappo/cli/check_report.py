@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megappo.cli.check_plan import RunPlan
+from megappo.planning.engine_memory import CACHE_REMEDY
 from megappo.planning.memory import NOT_COUNTED, MemoryPlan
 from megappo.planning.phases import Item, PhaseMemory
 
@@ -22,6 +23,9 @@ def report_of(plan: RunPlan, *, missing: Sequence[str]) -> Printed:
     faults = [*plan.placement.faults]
     if plan.memory.verdict == "does not fit":
         faults.append(f"memory: {plan.memory.worst_line}")
+    fault = plan.cache_fault
+    if fault is not None:
+        faults.append(f"{fault} ({CACHE_REMEDY})")
     return {
         "schema": SCHEMA,
         "cluster": _cluster(plan),
@@ -117,8 +121,10 @@ def _item(item: Item) -> Mapping[str, object]:
 
 
 def _next_steps(plan: RunPlan, faults: Sequence[str], missing: Sequence[str]) -> list[str]:
+    if plan.memory.verdict == "does not fit":
+        return [*plan.memory.levers]
     if faults:
-        return [*plan.memory.levers] or ["change the layout or the pools, and check again"]
+        return ["mend what does not run (above), and check again"]
     steps: list[str] = []
     if missing:
         steps.append("bring what is missing (above): `megappo train` refuses to start without it")

@@ -20,7 +20,7 @@ _DEVICES_IN_A_ROW = 8
 
 def print_report(plan: RunPlan, report: dict[str, Any]) -> None:  # Any: values of a JSON object
     """Print everything to stdout."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.width = max(console.width, _WIDTH)
     _print_cluster(console, plan)
     _print_batch(console, plan.batch)
@@ -88,7 +88,8 @@ def _batch_row(role: RoleBatch) -> Iterable[str]:
 def _print_placement(console: Console, plan: RunPlan) -> None:
     width = min(plan.cluster.devices_per_node, _DEVICES_IN_A_ROW)
     table = Table("node", *(f"device {index}" for index in range(width)), title="placement", show_lines=True)
-    nodes = [[device for device in plan.placement.devices if device.node == node] for node in range(plan.cluster.nodes)]
+    devices, per_node = plan.placement.devices, plan.cluster.devices_per_node
+    nodes = [devices[start : start + per_node] for start in range(0, len(devices), per_node)]
     for _, alike in groupby(nodes, key=_pattern):
         shown = list(alike)
         kept = shown if len(shown) <= 2 else [shown[0], shown[-1]]
@@ -110,7 +111,7 @@ def _pattern(node: Sequence[Device]) -> tuple[tuple[str, ...], ...]:
 def _cell(device: Device) -> str:
     if not device.seats:
         return "-"
-    pool = f"\\[{device.pool}]" + (f" x {device.seats[0].share:g}" if len(device.seats) > 1 else "")
+    pool = f"[{device.pool}]" + (f" x {device.seats[0].share:g}" if len(device.seats) > 1 else "")
     return "\n".join([pool, *(_seat(seat) for seat in device.seats)])
 
 

@@ -10,6 +10,7 @@ from megappo.config.run import RunConfig
 from megappo.device.backend import Backend
 from megappo.errors import ConfigError, Violation
 from megappo.planning.cluster import GIB, ClusterDescription
+from megappo.planning.engine_memory import CACHE_REMEDY
 from megappo.planning.memory import MemoryPlan, human
 
 
@@ -35,9 +36,12 @@ def check_memory(config: RunConfig, backend: Backend, note: Callable[[str], None
         device=backend.kind,
         device_memory_gib=None if device_bytes is None else device_bytes / GIB,
     )
-    memory = plan_run(config, cluster, with_cache=device_bytes is None).memory
+    plan = plan_run(config, cluster, with_cache=device_bytes is None)
+    memory, fault = plan.memory, plan.cache_fault
     if memory.verdict == "does not fit":
         raise ConfigError([_does_not_fit(memory)])
+    if fault is not None:
+        raise ConfigError([_holds_no_sequence(config, fault)])
     if device_bytes is None:
         needed, there = _needed_here(memory), psutil.virtual_memory().total
         if needed > there:
@@ -50,6 +54,14 @@ def _does_not_fit(memory: MemoryPlan) -> Violation:
         value="true",
         rule=f"refuses this run: {memory.worst_line}",
         remedy=f"{'; '.join(memory.levers)}; `megappo check` prints all devices; false starts the run all the same",
+    )
+
+
+def _holds_no_sequence(config: RunConfig, fault: str) -> Violation:
+    share = config.rollout.sglang.mem_fraction_static
+    remedy = f"{CACHE_REMEDY}; cluster.check_memory=false starts the run all the same"
+    return Violation(
+        key="rollout.sglang.mem_fraction_static", value=share, rule=f"is too little: {fault}", remedy=remedy
     )
 
 

@@ -8,6 +8,10 @@ from megappo.errors import ConfigError, Violation
 
 GIB = 1024**3
 
+MOST_DEVICES = 1_000_000
+"""More are a slip of the pen, and would take hours to reckon."""
+_MOST_GIB = 1024 * 1024
+
 DEVICES: dict[str, float | None] = {
     "cpu": None,
     "a100-40": 39.0,
@@ -82,15 +86,24 @@ def description_violations(given: Mapping[str, Any], *, source: str) -> list[Vio
             refuse(key, "???", "must be given", "give a whole number, 1 or more")
         elif not _is_count(given[key]):
             refuse(key, given[key], "must be a whole number, 1 or more", "say how many there are")
+    counts = [given.get(key) for key in ("nodes", "devices_per_node")]
+    if all(map(_is_count, counts)) and given["nodes"] * given["devices_per_node"] > MOST_DEVICES:
+        rule = f"with devices_per_node={given['devices_per_node']} is more than {MOST_DEVICES} devices"
+        refuse("nodes", given["nodes"], rule, "describe a smaller cluster")
     device = given.get("device")
-    if device not in DEVICES:
+    if not isinstance(device, str) or device not in DEVICES:
         rule = "must be given" if device is None else "is not a known device"
         remedy = f"use one of {', '.join(DEVICES)}; another GPU is cuda with a memory of its own"
         refuse("device", "???" if device is None else device, rule, remedy)
     memory = given.get("device_memory_gib")
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0):
-        refuse("device_memory_gib", memory, "must be a number above 0", "give GiB, or leave it out")
+    if memory is not None and not _is_size(memory):
+        rule = f"must be a number above 0 and at most {_MOST_GIB}"
+        refuse("device_memory_gib", memory, rule, "give GiB, or leave it out")
     return violations
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST_GIB
 
 
 def _is_count(value: object) -> bool:

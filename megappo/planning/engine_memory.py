@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megappo.config.model import Dtype
 from megappo.config.model_shape import ModelShape
 from megappo.config.rollout import SGLANG_CPU_CACHE_TOKENS, RolloutConfig
+from megappo.planning.cluster import GIB
 from megappo.planning.training_memory import ELEMENT_BYTES
 
 _CACHE_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "bfloat16": 2, "bf16": 2}
@@ -34,6 +35,8 @@ class EngineMemory:
 
 
 HF_LIMIT = "engine hf: a cache lives as long as its batch"
+CACHE_REMEDY = "raise rollout.sglang.mem_fraction_static or rollout.tensor, or sample shorter sequences"
+"""Against a `cache_fault`."""
 
 
 def engine_memory(
@@ -76,6 +79,17 @@ def engine_memory(
         tokens=tokens,
         sequences=None if tokens is None else min(tokens // longest, config.sglang.max_running_requests),
         limit=limit,
+    )
+
+
+def cache_fault(memory: EngineMemory, *, longest: int) -> str | None:
+    """Return what is wrong with a cache that cannot hold one sequence of `longest` tokens: SGLang does not start where
+    weights leave no room for a cache, and a run is refused when a smaller one is seen."""
+    if memory.tokens is None or memory.tokens >= longest:
+        return None
+    return (
+        f"the KV cache of an engine holds {memory.tokens} tokens, and the longest sequence has {longest}: "
+        f"{memory.limit} decides it, and weights take {memory.weights / GIB:.2f} GiB"
     )
 
 

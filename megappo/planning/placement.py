@@ -12,7 +12,7 @@ from megappo.config.parallelism import ParallelismConfig
 from megappo.config.reward_rules import REWARD_MODEL, asks_reward_model, model_rewards
 from megappo.config.run import RunConfig
 from megappo.errors import Violation
-from megappo.planning.cluster import ClusterDescription
+from megappo.planning.cluster import MOST_DEVICES, ClusterDescription
 from megappo.planning.training_memory import coordinates
 
 
@@ -102,18 +102,17 @@ def pools_fit_cluster(config: RunConfig, cluster: ClusterDescription) -> list[Vi
     """All pools that the run uses have devices of their own in the cluster."""
     used = sorted({getattr(config.cluster, role) for role in roles(config)} & set(config.cluster.pools))
     sizes = {pool: config.cluster.pools[pool] for pool in used}
-    if sum(sizes.values()) <= cluster.num_devices:
+    total = sum(sizes.values())
+    if total > MOST_DEVICES:
+        rule, remedy = f"is more than {MOST_DEVICES} devices, the most that are reckoned", "make pools smaller"
+    elif total > cluster.num_devices:
+        rule = f"is more than the {cluster.num_devices} devices of the cluster ({cluster.nodes} nodes of "
+        rule += f"{cluster.devices_per_node})"
+        remedy = "make pools smaller, or describe a larger cluster (--nodes, --devices-per-node)"
+    else:
         return []
     wanted = " + ".join(f"{pool} {size}" for pool, size in sizes.items())
-    return [
-        Violation(
-            key="cluster.pools",
-            value=f"{sum(sizes.values())} devices ({wanted})",
-            rule=f"is more than the {cluster.num_devices} devices of the cluster ({cluster.nodes} nodes of "
-            f"{cluster.devices_per_node})",
-            remedy="make pools smaller, or describe a larger cluster (--nodes, --devices-per-node)",
-        )
-    ]
+    return [Violation(key="cluster.pools", value=f"{total} devices ({wanted})", rule=rule, remedy=remedy)]
 
 
 def place(config: RunConfig, cluster: ClusterDescription) -> Placement:

@@ -103,12 +103,27 @@ def test_what_stands_behind_two_dashes_goes_to_the_program(programs: Path, capsy
         (["all", "--quick", "--fail-below"], "--fail-below judges nothing of --quick"),
         (["all", "--", "--case", "gae"], "name it instead of all"),
         (["balance", "--tolerance", "-1"], "--tolerance is -1.0, must not be negative"),
+        (["balance", "--tolerance", "nan"], "--tolerance is nan, must not be negative"),
+        (["balance", "--timeout", "0"], "--timeout is 0.0, must be above 0"),
+        (["balance", "--timeout", "inf"], "--timeout is inf, must be above 0 and at most"),
+        (["balance", "--baselines", "none"], "none is no folder: --baselines"),
+        (["balance", "--output", "/dev/null/x"], "--output /dev/null/x cannot be made"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_baseline_that_cannot_be_read_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "balance.json").write_text("{")
+    with pytest.raises(SystemExit, match="2"):
+        main(["balance", "--baselines", str(tmp_path), "--output", str(tmp_path / "out")])
+    assert "balance.json cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "balance.log").exists()
 
 
 def test_every_program_of_the_registry_is_a_module_beside_it() -> None:

@@ -91,7 +91,8 @@ def test_the_json_holds_every_part_by_hand(capsys: pytest.CaptureFixture[str]) -
 def test_devices_that_are_too_small_are_told_with_levers_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     report = _report(capsys, *LLAMA, "--device", "cuda", "--device-memory", "24", code=1)
     assert report["verdict"]["memory"] == "does not fit"
-    (fault,) = report["verdict"]["faults"]
+    fault, cache = report["verdict"]["faults"]
+    assert cache.startswith("the KV cache of an engine holds 0 tokens")  # half of 24 GiB is less than the weights
     assert fault.startswith("memory: node 0 device 0 (actor 0 (tp0 dp0), rollout 0 (engine0)) needs ")
     assert " of 24.00 GiB in phase " in fault
     assert any("actor.parallelism.tensor (now 2)" in lever for lever in report["memory"]["levers"])
@@ -101,6 +102,22 @@ def test_without_a_device_there_is_no_verdict_about_memory(capsys: pytest.Captur
     report = _report(capsys, *LLAMA)
     assert report["verdict"]["memory"] == "unknown" and report["cluster"]["device"] == "cuda"
     assert "name the device" in report["verdict"]["next"][1]
+
+
+def test_an_engine_without_room_for_a_sequence_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    # The weights of an engine are 14.96 GiB, the share 7.9.
+    small = _before(LLAMA, "rollout.sglang.mem_fraction_static=0.1")
+    verdict = _report(capsys, *small, "--device", "h100", code=1)["verdict"]
+    assert not verdict["runs"] and verdict["memory"] == "fits"
+    (fault,) = verdict["faults"]
+    assert fault.startswith("the KV cache of an engine holds 0 tokens, and the longest sequence has 2560")
+
+
+def test_names_with_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    named = _before(LLAMA, 'data.train.path="data/[/x][a-c]*.jsonl"', 'data.validation.path="[red]"')
+    assert main(["check", *named, "--device", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert "data.train.path=data/[/x][a-c]*.jsonl " in out and "data.validation.path=[red] " in out
 
 
 def test_a_cluster_is_read_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -149,7 +166,8 @@ def test_a_file_that_is_no_mapping_or_has_unknown_keys_is_refused(
     file = tmp_path / "cluster.yaml"
     for content, message in (
         ("- 1\n", "must hold keys with values, such as nodes: 4, holds list"),
-        ("nodes: [\n", "cannot be read"),
+        ("nodes: [\n", "cannot be read: while parsing a flow node, line 2, column 1"),
+        ("nodes: 1\ndevice: [h100]\n", "device=['h100'] is not a known device"),
         ("nodes: 1\ngpus: 8\n", "gpus=8 is not a key of a cluster"),
     ):
         file.write_text(content)

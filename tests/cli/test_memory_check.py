@@ -61,6 +61,12 @@ def test_a_cache_that_an_engine_would_make_smaller_is_no_reason(config: RunConfi
     check_memory(config, _gpu(10.0), _nothing)
 
 
+def test_an_engine_without_room_for_a_sequence_is_refused(config: RunConfig) -> None:
+    config.rollout.sglang.mem_fraction_static = 0.01  # of 80 GiB: less than the weights, 1.8 GiB in float32
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.mem_fraction_static=0\.01 .* holds 0 tokens"):
+        check_memory(config, _gpu(80.0), _nothing)
+
+
 def test_the_check_can_be_switched_off(config: RunConfig) -> None:
     config.cluster.check_memory = False
     check_memory(config, _gpu(1.0), _nothing)

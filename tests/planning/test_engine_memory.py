@@ -5,7 +5,7 @@ import pytest
 from megappo.config.model import Dtype
 from megappo.config.model_shape import ModelShape
 from megappo.config.rollout import RolloutConfig
-from megappo.planning.engine_memory import EngineMemory, engine_memory
+from megappo.planning.engine_memory import EngineMemory, cache_fault, engine_memory
 
 # 4 layers, 2 key/value heads of 8: 4 * 2 * 2 * 8 = 128 numbers per token.
 SHAPE = ModelShape(
@@ -70,3 +70,25 @@ def test_on_a_cpu_the_cache_has_a_fixed_number_of_tokens() -> None:
 def test_without_known_memory_and_in_process_the_cache_is_not_known() -> None:
     assert _memory(RolloutConfig(), device=None).cache is None
     assert _memory(RolloutConfig(engine="hf")).cache is None
+
+
+@pytest.mark.parametrize(
+    ("share", "tokens", "told"),
+    [
+        (0.05, None, "0 tokens, and the longest sequence has 100"),  # the weights alone take 1 of 10 MB
+        (0.102, None, "78 tokens, and the longest sequence has 100"),  # 20,000 bytes of 256 each
+        (0.5, 99, "99 tokens, and the longest sequence has 100"),
+        (0.5, 100, ""),
+        (0.5, None, ""),
+    ],
+)
+def test_a_cache_that_cannot_hold_the_longest_sequence_is_a_fault(share: float, tokens: int | None, told: str) -> None:
+    config = RolloutConfig()
+    config.sglang.mem_fraction_static, config.sglang.max_total_tokens = share, tokens
+    fault = cache_fault(_memory(config), longest=100)
+    assert (fault is None) == (not told) and told in (fault or "")
+
+
+def test_a_cache_of_a_size_that_is_not_known_is_no_fault() -> None:
+    assert cache_fault(_memory(RolloutConfig(), device=None), longest=100) is None
+    assert cache_fault(_memory(RolloutConfig(engine="hf")), longest=100) is None

@@ -74,6 +74,12 @@ def test_pools_larger_than_the_cluster_are_refused() -> None:
     assert str(violation).startswith("cluster.pools=10 devices (engines 4 + training 6) is more than the 9 devices")
 
 
+def test_pools_beyond_all_clusters_are_refused_whatever_the_cluster_is() -> None:
+    config = _split(10**9, 4)
+    (violation,) = pools_fit_cluster(config, _cluster(10**9, 8))
+    assert str(violation).startswith("cluster.pools=1000000004 devices (engines 4 + training 1000000000) is more than")
+
+
 def test_what_asks_servers_that_run_already_is_placed_and_is_no_engine() -> None:
     config = _split(2, 4)
     config.rollout.num_engines, config.rollout.tensor = 1, 4
