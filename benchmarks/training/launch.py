@@ -44,12 +44,14 @@ class LaunchedRank:
     def of_environment(cls) -> "LaunchedRank":
         """Read torchrun's variables (they are its protocol); without them this is the only rank."""
         env = os.environ
+        # torchrun itself may listen at the port that it tells.
+        taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             rank=int(env.get("RANK", "0")),
             local_rank=int(env.get("LOCAL_RANK", "0")),
             world_size=int(env.get("WORLD_SIZE", "1")),
             address=env.get("MASTER_ADDR", "127.0.0.1"),
-            port=int(env.get("MASTER_PORT", "0")),  # 0: any free one, since nobody else joins
+            port=int(env.get("MASTER_PORT", "0")) + taken,  # 0: any free one, since nobody else joins
         )
 
 

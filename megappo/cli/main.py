@@ -29,7 +29,7 @@ _TRAIN_HELP = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (default: those of the process). Returns the exit code."""
-    parsed = make_parser().parse_args(arguments)
+    parsed = parse(arguments)
     try:
         return int(parsed.command(parsed))
     except MegappoError as error:
@@ -42,6 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output (`| head`) has left; closing the stream keeps Python from complaining at exit.
         sys.stderr.close()
         return 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line; `command` of the result is the function to call. Wrong ones end the process with 2."""
+    parser = make_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    # argparse takes a list of words from one place only, which may be the empty one before the first option.
+    words: list[str] | None = getattr(parsed, "overrides", getattr(parsed, "arguments", None))
+    if rest and (words is None or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if words is not None:
+        words.extend(rest)
+    return parsed
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -133,7 +146,9 @@ def _add_check(commands: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES_HELP)
     parser.add_argument("--nodes", type=int, help="machines (default: as many as the pools need)")
     parser.add_argument("--devices-per-node", type=int, help="devices of each (default: 8 GPUs)")
-    parser.add_argument("--device", help="cpu, a100-40, a100-80, h100, h200, b200, gb200, or cuda for another GPU")
+    parser.add_argument(
+        "--device", type=str.lower, help="cpu, a100-40, a100-80, h100, h200, b200, gb200, or cuda for another GPU"
+    )
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="memory of a device (default: the device's)")
     file = "YAML file with nodes, devices_per_node, device and device_memory_gib, instead of the four options"
     parser.add_argument("--cluster", type=Path, metavar="FILE", help=file)

@@ -5,10 +5,13 @@
 - SIGUSR1 (the warning of a job scheduler such as Slurm, `--signal=B:USR1@120`), and `checkpoint.save_before_deadline`:
   the same; exit code 85 when there is a checkpoint to go on from: the script may start the same command again with
   `resume=auto`.
-A signal before the first step, a second one, or one in a run that makes no checkpoints ends the run at once.
+A signal before the first step, a second one, or one in a run that makes no checkpoints ends the run at once. The same
+one again within 5 s is the first: Slurm sends a signal to all processes of a job, and those that have started the run
+pass it on.
 """
 
 import signal
+import time
 from types import FrameType
 
 from megappo.controller.stopping import StopRequest
@@ -19,6 +22,7 @@ GO_ON = 85
 SIGTERM = signal.SIGTERM.name
 """The reason to end that a scheduler which wants the rest later does not give."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SAME_S = 5.0
 
 
 class StopSignals:
@@ -33,6 +37,8 @@ class StopSignals:
         self._request = request
         self._grace_s = grace_s
         self._loop_runs = False
+        self._last: tuple[int, float] = (0, 0.0)
+        """The last signal, and when it came first."""
         self.asked_by_scheduler = False
         """Whether SIGUSR1 came."""
         for number in _SIGNALS:
@@ -49,6 +55,10 @@ class StopSignals:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == self._last[0] and now - self._last[1] < _SAME_S:
+            return
+        self._last = (number, now)
         self.asked_by_scheduler |= number == signal.SIGUSR1
         name = signal.Signals(number).name
         if not self._loop_runs or not self._grace_s or self._request.reason is not None:

@@ -210,12 +210,14 @@ def sequences_fit_positions(config: RunConfig, shape: ModelShape) -> list[Violat
     positions = shape.max_position_embeddings
     if positions is None or config.data.max_prompt_tokens + responses <= positions:
         return []
+    left = positions - responses
+    remedy = f"use at most {left}" if left > 0 else "let rollout.sampling and rollout.validation make fewer new tokens"
     return [
         Violation(
             key="data.max_prompt_tokens",
             value=config.data.max_prompt_tokens,
             rule=f"plus {responses} new tokens is more than model.max_position_embeddings={positions}",
-            remedy=f"use at most {max(positions - responses, 1)}",
+            remedy=remedy,
         )
     ]
 

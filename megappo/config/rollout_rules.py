@@ -56,6 +56,15 @@ def sequences_fit_the_cache(config: RunConfig) -> list[Violation]:
     return [Violation(key="rollout.sglang.max_total_tokens", value=cache, rule=rule, remedy=remedy)]
 
 
+def engines_take_a_share_of_memory(config: RunConfig) -> list[Violation]:
+    """A server takes less than all device memory: what it computes with needs some, too."""
+    share = config.rollout.sglang.mem_fraction_static
+    if config.rollout.engine != "sglang" or config.rollout.urls or share < 1:
+        return []
+    key, remedy = "rollout.sglang.mem_fraction_static", "0.85 is much for GPUs of their own"
+    return [Violation(key=key, value=share, rule="must be less than 1", remedy=remedy)]
+
+
 def running_engines_are_named(config: RunConfig) -> list[Violation]:
     """Servers that run already are SGLang's, one per engine, each named once by its URL."""
     rollout = config.rollout

@@ -68,6 +68,7 @@ _CONFIG_RULES = (
     name_rules.in_process_engine_has_one_device,
     rollout_rules.sampling_can_be_obeyed,
     rollout_rules.sequences_fit_the_cache,
+    rollout_rules.engines_take_a_share_of_memory,
     rollout_rules.running_engines_are_named,
     rollout_rules.slow_engines_are_slower,
     agent_rules.tool_loop_has_what_it_needs,
@@ -116,6 +117,7 @@ _CONFIG_RULES = (
 
 _DEVICE_RULES = (
     rollout_rules.sequences_fit_the_cache,
+    rollout_rules.engines_take_a_share_of_memory,
     precision_rules.fp8_has_what_it_needs,
     precision_rules.transformer_engine_can_run,
     transport_rules.broadcast_needs_devices_of_its_own,

@@ -1,4 +1,8 @@
-"""Processes that a launch starts on its node. They get no signal of the terminal, and end when the launch is gone."""
+"""Processes that a launch starts on its node. They get no signal of the terminal, and end when the launch is gone.
+
+Slurm sends a signal to all processes below a job's tasks, whatever session they are in. What is meant for the run must
+not end the Ray below it.
+"""
 
 import ctypes
 import os
@@ -13,13 +17,23 @@ from megappo.observability.logging import tail
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LOG_LINES = 15
+_FOR_THE_RUN = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end a process which has no handler."""
 
 
 class Child:
     """One child process, in a session of its own: signals reach it through `send` only."""
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None = None) -> None:
-        """`log` takes what it prints; None: it goes where that of this process does."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path | None = None,
+        ignores_signals: bool = False,
+    ) -> None:
+        """`log` takes what it prints; None: it goes where that of this process does. `ignores_signals`: SIGUSR1 and
+        SIGUSR2 do nothing to it and to all that it starts, but where a process has a handler for them."""
         self._log = log
         output = None if log is None else log.open("ab")
         self._process = subprocess.Popen(
@@ -29,7 +43,7 @@ class Child:
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=_prepare_deaf if ignores_signals else _end_with_parent,
         )
         if output is not None:
             output.close()
@@ -66,3 +80,9 @@ class Child:
 def _end_with_parent() -> None:
     """SIGTERM when the thread that started this process is gone, SIGKILL of it included (Linux, prctl(2))."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prepare_deaf() -> None:
+    for number in _FOR_THE_RUN:
+        signal.signal(number, signal.SIG_IGN)  # which the program that is run keeps, unlike a handler
+    _end_with_parent()

