@@ -84,6 +84,14 @@ def describe(annotation: Annotation) -> str:
 _WORDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
+def _describe_list(item: Annotation) -> str:
+    if isinstance(item, type) and issubclass(item, Enum):
+        names = [member.name for member in item]
+        return f"a list such as [{names[0]}], of {', '.join(names)}"
+    example = {int: "[1, 2]", float: "[0.5, 1.0]"}.get(item, "[first, second]")
+    return f"a list such as {example}"
+
+
 def _describe_inner(annotation: Annotation) -> str:
     if annotation in _WORDS:
         return _WORDS[annotation]
@@ -97,5 +105,5 @@ def _describe_inner(annotation: Annotation) -> str:
         example = "value" if section is None else f"{{{next(iter(field_types(section)))}: value, ...}}"
         return f"a map such as {{name: {example}}}"
     if origin is list:
-        return "a list such as [first, second]"
+        return _describe_list(typing.get_args(annotation)[0])
     return "a value"

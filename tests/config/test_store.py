@@ -175,6 +175,8 @@ WRONG = {
     "model.dtype=float16": "must be one of float32, bfloat16 (without this it is float32)",
     "seed=1,2": "holds several values",
     "data.train.size=???": "must be given",
+    "profile.steps=[first]": "must be a list such as [1, 2]",
+    "profile.phases=[x]": "must be a list such as [log_probs], of log_probs, values, experience, update",
     "run.name=${nowhere}": "refers to what is not there",
     "algorithm.correction.reject=[{lo: 3}]": "Key 'lo' not in 'RejectConfig'",
 }
