@@ -159,6 +159,7 @@ def check_report(report: dict[str, Any], layout: dict[str, int]) -> None:
     assert report["peak_memory_bytes"] > 2**20
 
 
+@pytest.mark.slow
 def test_torchrun_measures_two_layouts_of_two_ranks_one_after_the_other(tmp_path: Path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.train_mfu"]
     sweep = ["--sweep", "actor.optim.distributed=true", "--sweep", "actor.parallelism.tensor=2"]

@@ -202,6 +202,7 @@ def test_a_failure_of_the_trainer_is_not_blamed_on_the_engine_that_it_should_res
     assert values(pair.pool.take_metrics())["perf/engine_restarts"] == 1
 
 
+@pytest.mark.slow
 def test_the_others_go_on_while_a_restarted_engine_waits_for_its_weights(pair: Engines) -> None:
     free = threading.Event()  # as the trainer is, between its steps
 
@@ -229,6 +230,7 @@ def test_the_others_go_on_while_a_restarted_engine_waits_for_its_weights(pair: E
     assert "takes prompts again" in pair.lines[-1]
 
 
+@pytest.mark.slow
 def test_what_one_process_of_an_engine_did_is_not_ascribed_to_the_next(pair: Engines) -> None:
     life = pair.pool.life(0)
     pair.pool.quarantine(0, "tired", life=life)
@@ -286,6 +288,7 @@ def memory_calls(engines: Engines, restart: int) -> list[str]:
     return [line for line in lines if not line.startswith("scripted engine")]
 
 
+@pytest.mark.slow
 def test_engines_on_shared_devices_that_die_asleep_or_start_meanwhile_are_told_only_what_they_can_do(
     engines: Start,
 ) -> None:
@@ -340,6 +343,7 @@ def test_an_engine_that_works_batch_by_batch_gets_its_share_at_once_and_a_faster
     assert calls == [2, 2]
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_too_often_is_given_up_and_the_last_one_ends_the_run(engines: Start) -> None:
     here = engines(50.0, recovery=RecoveryConfig(max_restarts=1, backoff_s=0.1))
     killed: set[int] = set()

@@ -168,6 +168,7 @@ def test_an_engine_that_cannot_take_weights_is_restarted_while_the_others_go_on(
         peers.assert_holds(engine)
 
 
+@pytest.mark.slow
 def test_what_failed_with_an_engine_that_is_gone_does_not_count_against_the_others(
     started: Callable[[str], Peers],
 ) -> None:

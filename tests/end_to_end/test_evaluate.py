@@ -20,6 +20,7 @@ SETS = [
 ]
 
 
+@pytest.mark.slow
 def test_an_evaluation_starts_no_trainer_and_writes_what_it_found(launch: Launch, sft_run: Run) -> None:
     run = launch(
         "evaluate",

@@ -11,6 +11,8 @@ from tests.end_to_end.wrong_engine import HOT_GROUPS
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def wrong_run(launch: Launch, sft_run: Run) -> Run:

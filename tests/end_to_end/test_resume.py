@@ -77,6 +77,7 @@ def test_a_run_whose_driver_is_killed_while_it_saves_goes_on_bitwise(
     assert history == {line["step"]: line["reward/mean"] for line in run.metrics()}
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_starts_nothing(launch: Launch, ppo_run: Run, ppo_overrides: list[str]) -> None:
     before = ppo_run.metrics()
     run = launch("train", "ppo", *ppo_overrides, "trainer.save_freq=2", "resume=auto")
@@ -86,6 +87,7 @@ def test_a_finished_run_says_so_and_starts_nothing(launch: Launch, ppo_run: Run,
     assert run.summary()["exit"] == "completed" and run.summary()["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_configuration_that_does_not_fit_is_refused_by_name_before_anything_starts(
     launch: Launch, ppo_run: Run, ppo_overrides: list[str]
 ) -> None:

@@ -27,6 +27,7 @@ def logged(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_engines_a_step_ahead_of_two_data_ranks_stop_early_and_lose_nothing(launch: Launch, sft_run: Run) -> None:
     # The starting model is too poor for a reward; the entropy bonus moves the weights all the same.
     overrides = [*SHORT, "controller=one_step_off", "rollout.num_engines=2", "rollout.partial.extra_prompts=8"]

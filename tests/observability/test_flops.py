@@ -82,7 +82,9 @@ def counted(model: PreTrainedModel, *, backward: bool) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("deepseek")) for name in MODELS]
+)
 def test_flops_are_those_of_the_matmuls_that_torch_runs(name: str):
     config = MODELS[name]
     torch.manual_seed(0)

@@ -105,7 +105,9 @@ def test_the_ranks_of_an_engine_hold_their_fused_parameters_whole(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("name", REAL_MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("Qwen3 30B")) for name in REAL_MODELS]
+)
 def test_bounds_hold_for_models_that_exist(name: str, layout: TrainerLayout) -> None:
     model = REAL_MODELS[name]
     plan = plan_weights(model, layout, bucket_bytes=BUCKET_BYTES, dtype="bfloat16")
