@@ -81,6 +81,7 @@ def describe(annotation: Annotation) -> str:
     return words if inner is annotation else f"{words} or null"
 
 
+_LISTS: dict[Any, str] = {int: "[1, 2]", float: "[0.5, 1.0]"}
 _WORDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -88,8 +89,7 @@ def _describe_list(item: Annotation) -> str:
     if isinstance(item, type) and issubclass(item, Enum):
         names = [member.name for member in item]
         return f"a list such as [{names[0]}], of {', '.join(names)}"
-    example = {int: "[1, 2]", float: "[0.5, 1.0]"}.get(item, "[first, second]")
-    return f"a list such as {example}"
+    return f"a list such as {_LISTS.get(item, '[first, second]')}"
 
 
 def _describe_inner(annotation: Annotation) -> str:
